@@ -1,0 +1,53 @@
+# `make demo` and `make test` do all the set-up themselves; they need python3 (3.11 or newer) and make.
+
+PYTHON ?= python3
+BIN := .venv/bin
+WORKERS ?= 2
+
+# For `make test-versions`: the oldest supported torch, and the newest that pip finds.
+TORCH_VERSIONS ?= 2.11.0 newest
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test check test-versions wheel clean
+
+help:
+	@echo 'make demo           record the routing of a small Qwen3-MoE, served by continuous batching'
+	@echo 'make test           the whole test suite'
+	@echo 'make check          formatting, lints and types'
+	@echo 'make test-versions  the core tests on each torch of TORCH_VERSIONS ($(TORCH_VERSIONS))'
+	@echo 'make wheel          dist/: an sdist, and the wheel built from it'
+	@echo 'make venv           .venv, the pinned development environment that the others run in'
+	@echo 'make clean          remove the environments, builds and caches'
+
+venv: .venv/installed
+
+# compileall instead of pip's own compiling: on all cores. It stays a step of the install, since an environment may forbid to
+# write bytecode later (PYTHONDONTWRITEBYTECODE), and torch's imports then take seconds more in every process.
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m compileall -qq -j 0 .venv/lib || true  # a template that is no valid Python is no failure
+	touch $@
+
+demo: venv
+	$(BIN)/python examples/quickstart.py
+
+test: venv
+	$(BIN)/python -m pytest -n $(WORKERS)
+
+check: venv
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+test-versions:
+	PYTHON='$(PYTHON)' WORKERS='$(WORKERS)' bash tests/versions.sh $(TORCH_VERSIONS)
+
+# Through the sdist, so that neither a file left in build/ nor one that only the tree has gets into the wheel.
+wheel: venv
+	rm -rf build dist
+	$(BIN)/python -m build --no-isolation --outdir dist .
+
+clean:
+	rm -rf .venv .venv-torch-* build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,7 @@
+"""Pure graph work: decide what is routing, rewrite the graph. No engine in sight.
+
+Imports `r3_pass.registry` and nothing else of this project.
+"""
+
+if __name__ != "r3_pass.passes":
+    raise ImportError("import r3_pass.passes, not passes: a second copy would register its operators twice")

@@ -1,0 +1,322 @@
+"""Find the routing in a graph: decide, never mutate.
+
+For every operator that one of the forms claims (`registry.forms()`):
+
+1. backwards: the scores must be a router's, that is a product with a weight whose free dimension is what the selection runs
+   over (`registry.scores`);
+2. forwards: the ids must choose parameters that then multiply the token (`registry.dispatch`);
+3. what is recorded is the last value that all uses share: the slice `ids[:, :k]`, not the k + 1 that were computed; the router's
+   own columns, not a shared expert's appended after them.
+
+No model name, no module name and no layer number enters the decision.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from r3_pass.passes.site import Accepted, Match, Rejected
+from r3_pass.registry.dataflow import DataFlow, argument, dims, spelling, value
+from r3_pass.registry.dispatch import Dispatch, follow_ids
+from r3_pass.registry.form import RoutingForm, Selection
+from r3_pass.registry.forms import forms
+from r3_pass.registry.scores import Trace, index_mapping, trace_scores
+
+Decision = Accepted | Rejected
+
+
+def is_weight(node: fx.Node) -> bool:
+    """Whether a Dynamo placeholder is a parameter or buffer of the model, or another tensor that hangs on a module."""
+    seen = value(node)
+    if isinstance(seen, torch.nn.Parameter):
+        return True
+    if "_dynamo_static_input_type" in (node.meta.get("tensor_dict") or {}):
+        return True
+    source = getattr(node, "_dynamo_source", None)
+    while source is not None:
+        if type(source).__name__.endswith("NNModuleSource"):
+            return True
+        source = getattr(source, "base", None)
+    return False
+
+
+def match(graph: fx.Graph, broken: bool = False, weight: Callable[[fx.Node], bool] = is_weight) -> Match:
+    """Decide about every selection operator of a graph.
+
+    Args:
+        graph: a Dynamo or AOT graph with traced values in its metadata; read only.
+        broken: the graph ends in a graph break, so ids that leave it may yet reach experts.
+        weight: tells weights from data among the placeholders.
+
+    Returns: sites and rejections in graph order; choices of one router (repeated argmax) are one site.
+    """
+    flow = DataFlow(graph, weight)
+    decided: list[tuple[Selection, Trace | None, Decision]] = []
+    for node in list(flow.nodes):
+        if node.op not in ("call_function", "call_method"):
+            continue
+        claims = [(form, found) for form in forms() if (found := form.find(flow, node)) is not None]
+        if len(claims) > 1:
+            names = ", ".join(form.name for form, _ in claims)
+            decided.append((claims[0][1], None, _reject(node, f"several forms claim it: {names}; make their `find` disjoint", True)))
+        elif claims:
+            decided.append((claims[0][1], *_decide(flow, *claims[0], broken)))
+    return _combine(flow, decided)
+
+
+def _decide(flow: DataFlow, form: RoutingForm, selection: Selection, broken: bool) -> tuple[Trace | None, Decision]:
+    node = selection.node
+    if selection.scores is None:
+        return None, _decide_table(flow, form, selection, broken)
+    shape = dims(selection.scores)
+    if not shape or not isinstance(shape[selection.dim], int):
+        return None, _reject(node, f"it runs over a dimension of no fixed size ({shape[selection.dim] if shape else '?'}): tokens, not experts")
+    experts = shape[selection.dim]
+    if not selection.ids or not any(flow.users(i) or i in flow.outputs for i in selection.ids):
+        return None, _reject(node, "its indices are not used, only its values (the score of a group, say)")
+    trace = trace_scores(flow, selection.scores, selection.dim)
+    gate = tuple(dict.fromkeys(w for root in trace.roots for w in root.weights))
+    if not trace.roots:
+        return trace, _reject(node, trace.why_not, trace.over_tokens and _experts_choose(flow, selection))
+    if all(isinstance(r.width, int) and r.width < experts for r in trace.roots) and len(trace.roots) == 1:
+        return trace, _reject(node, f"it runs over {experts} values, the linear behind it has {trace.roots[0].width} outputs", gate=gate)
+    dispatch = follow_ids(flow, selection.ids, trace.roots, experts)
+    recorded = _recorded(flow, selection, dispatch)
+    proved = dispatch.proved
+    if not proved and not (broken and dispatch.escapes):
+        return trace, _reject(node, "its ids choose no parameters: " + ("; ".join(dispatch.fates) or "they are never used"), gate=gate)
+    if trace.couples_tokens is not None and proved:
+        why = f"the scores of one token depend on the other tokens of the batch ({trace.couples_tokens.name}: sinkhorn or the like)"
+        return trace, _reject(node, why + ", so a token has no ids of its own to replay", True, gate)
+    id_dim, top_k = _columns_of(selection, recorded)
+    if top_k is None or (selection.needs_slice and recorded in selection.ids):
+        why = "the number of experts differs from token to token (all of them in order, then a cut by value): no fixed ids per token"
+        return trace, _reject(node, why, proved, gate)
+    site = Accepted(
+        form=_form_name(flow, form, selection, trace),
+        num_experts=int(experts),
+        top_k=top_k,
+        columns=(recorded,),
+        id_dim=id_dim,
+        gate=gate,
+        experts=tuple(w for w in dispatch.weights if w not in gate),
+        module=module_path(node),
+        layer=layer_in_path(module_path(node)),
+        proved=proved,
+        selections=(node,),
+    )
+    return trace, site
+
+
+def _decide_table(flow: DataFlow, form: RoutingForm, selection: Selection, broken: bool) -> Decision:
+    node = selection.node
+    dispatch = follow_ids(flow, selection.ids, (), None)
+    if not dispatch.proved:
+        return _reject(node, "an integer table whose values choose no parameters: " + "; ".join(dispatch.fates))
+    id_dim, top_k = _columns_of(selection, node)
+    table = flow.operand(node, node.args[1] if spelling(node) == "embedding" else node.args[0])
+    if top_k is None or table is None:
+        return _reject(node, "the number of columns of the table of expert ids is not fixed", True)
+    sizes = {dims(w)[0] for w in dispatch.weights if len(dims(w)) >= 3}
+    experts = sizes.pop() if len(sizes) == 1 else 0
+    return Accepted(
+        form=form.name, num_experts=int(experts), top_k=top_k, columns=(node,), id_dim=id_dim, gate=flow.weights(table),
+        experts=tuple(dispatch.weights), module=module_path(node), layer=layer_in_path(module_path(node)), proved=True,
+        selections=(node,),
+    )  # fmt: skip
+
+
+def _experts_choose(flow: DataFlow, selection: Selection) -> bool:
+    """Expert choice: each expert picks tokens, which its own parameters then multiply."""
+    assert selection.scores is not None
+    shape = dims(selection.scores)
+    others = [s for i, s in enumerate(shape) if i != selection.dim % len(shape)]
+    return any(isinstance(e, int) and e > 1 and bool(follow_ids(flow, selection.ids, (), e).events) for e in others) or any(
+        _picks_for_experts(flow, selection, e) for e in others
+    )
+
+
+def _picks_for_experts(flow: DataFlow, selection: Selection, experts: Any) -> bool:
+    """Tokens gathered at the ids reach a weight that has one entry for each of the selection's other dimension."""
+    if not isinstance(experts, int) or experts < 2:
+        return False
+    stack = list(selection.ids)
+    seen = set(stack)
+    while stack and len(seen) < 200:
+        top = stack.pop()
+        for user in flow.users(top):
+            weights = [n for n in flow.inputs(user) if flow.kind(n) == "weight"]
+            if any(len(dims(w)) >= 3 and experts in dims(w) for w in weights):
+                return True
+            if user not in seen and user.op != "output":
+                seen.add(user)
+                stack.append(user)
+    return False
+
+
+def _recorded(flow: DataFlow, selection: Selection, dispatch: Dispatch) -> fx.Node:
+    """Walk from the selection's indices to the last narrowing that all uses of the ids share."""
+    alive = dispatch.used if dispatch.proved else set(dispatch.chain)
+    current = next((i for i in selection.ids if i in alive), selection.ids[0])
+    while True:
+        steps = [n for n, origin in dispatch.chain.items() if origin is current and n in alive]
+        if len(steps) != 1 or len(selection.ids) != 1:
+            return current
+        step = steps[0]
+        if not (_narrows(step) or spelling(step) in ("gather", "take_along_dim")):
+            return current
+        current = step
+
+
+def _narrows(node: fx.Node) -> bool:
+    """A slice that keeps all tokens and cuts columns."""
+    if spelling(node) not in ("getitem", "narrow", "slice"):
+        return False
+    source = node.args[0]
+    if not isinstance(source, fx.Node):
+        return False
+    before, after = dims(source), dims(node)
+    if spelling(node) == "getitem":
+        index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+        if index_mapping(index, len(before)) != list(range(len(before))):
+            return False
+    return len(before) == len(after) and sum(a != b for a, b in zip(before, after, strict=True)) == 1
+
+
+def _columns_of(selection: Selection, recorded: fx.Node) -> tuple[int | None, int | None]:
+    """Where k stands in the recorded ids, and k; (None, 1) for one id per token without a dimension of its own."""
+    shape = dims(recorded)
+    if not selection.alone or selection.scores is None:
+        scores = dims(selection.scores) if selection.scores is not None else ()
+        if selection.scores is None:
+            return (len(shape) - 1, int(shape[-1])) if len(dims(selection.node)) and _table_has_columns(selection.node) else (None, 1)
+        if len(shape) == len(scores) and shape[selection.dim] == 1:
+            return selection.dim % len(shape), 1
+        return None, 1
+    if not shape:
+        return None, None
+    dim = selection.dim % len(shape)
+    return (dim, int(shape[dim])) if isinstance(shape[dim], int) else (dim, None)
+
+
+def _table_has_columns(node: fx.Node) -> bool:
+    table = node.args[1] if spelling(node) == "embedding" else node.args[0]
+    return isinstance(table, fx.Node) and len(dims(table)) == 2
+
+
+def _form_name(flow: DataFlow, form: RoutingForm, selection: Selection, trace: Trace) -> str:
+    """ "softmax_topk", "sigmoid_bias_grouped_topk", "topk_softmax": what happens to the scores, then the selection."""
+    names = [spelling(n) for n in trace.passed]
+    parts = [s for s in ("softmax", "log_softmax", "sigmoid", "softplus", "tanh") if s in names]
+    if any(spelling(n) == "add" and any(flow.kind(i) == "weight" for i in flow.inputs(n)) for n in trace.passed):
+        parts.append("bias")
+    masks = [n for n in trace.passed if spelling(n) in ("masked_fill", "where", "mul", "scatter")]
+    if any(_masked_by_selection(flow, n) for n in masks) and selection.alone:
+        parts.append("grouped")
+    after = [form.name]
+    if not parts and any(
+        spelling(u) == "softmax" for v in flow.users(selection.node) if spelling(v) == "getitem" and v.args[1] == 0 for u in _near(flow, v)
+    ):
+        after.append("softmax")
+    return "_".join(parts + after)
+
+
+def _near(flow: DataFlow, node: fx.Node, steps: int = 3) -> Iterable[fx.Node]:
+    level: Sequence[fx.Node] = [node]
+    for _ in range(steps):
+        level = [u for n in level for u in flow.users(n)]
+        yield from level
+
+
+def _masked_by_selection(flow: DataFlow, node: fx.Node) -> bool:
+    stack = [n for n in flow.inputs(node)[1:] if flow.kind(n) == "data"]
+    seen = set(stack)
+    while stack and len(seen) < 40:
+        top = stack.pop()
+        if spelling(top) == "topk":
+            return True
+        for source in flow.inputs(top):
+            if source not in seen and spelling(source) not in ("linear", "matmul", "softmax", "sigmoid"):
+                seen.add(source)
+                stack.append(source)
+    return False
+
+
+def _combine(flow: DataFlow, decided: list[tuple[Selection, Trace | None, Decision]]) -> Match:
+    """Join the choices of one router; two whole selections on one router, both reaching experts, cannot both be its routing."""
+    sites: list[Accepted] = []
+    rejected = [d for _, _, d in decided if isinstance(d, Rejected)]
+    by_router: dict[frozenset[fx.Node], list[tuple[Selection, Accepted]]] = {}
+    for selection, trace, decision in decided:
+        if isinstance(decision, Accepted):
+            router = frozenset(r.node for r in trace.roots) if trace is not None else frozenset({selection.node})
+            by_router.setdefault(router, []).append((selection, decision))
+    for group in by_router.values():
+        found = [site for _, site in group]
+        if len(found) == 1:
+            sites.append(found[0])
+        elif all(not s.alone for s, _ in group):
+            sites.append(_joined(found))
+        elif sum(site.proved for site in found) == 1:
+            sites.extend(site for site in found if site.proved)
+            rejected.extend(_reject(s.selections[0], "another selection on this router is the one that reaches experts") for s in found if not s.proved)
+        else:
+            last = _final(flow, group)
+            if last is not None:
+                sites.append(last)
+            else:
+                rejected.extend(_reject(s.selections[0], "several selections on one router reach experts", True, s.gate) for s in found)
+    sites.sort(key=lambda s: flow.order[s.selections[0]])
+    return Match(tuple(sites), tuple(rejected))
+
+
+def _final(flow: DataFlow, group: list[tuple[Selection, Accepted]]) -> Accepted | None:
+    """Product keys: partial selections whose ids the last one picks among all record one and the same value."""
+    recorded = {site.columns[0] for _, site in group}
+    return group[-1][1] if len(recorded) == 1 else None
+
+
+def _joined(found: list[Accepted]) -> Accepted:
+    first = found[0]
+    return Accepted(
+        form=first.form.replace("top1", f"top1x{len(found)}"),
+        num_experts=first.num_experts,
+        top_k=len(found),
+        columns=tuple(site.columns[0] for site in found),
+        id_dim=first.id_dim,
+        gate=first.gate,
+        experts=tuple(dict.fromkeys(w for site in found for w in site.experts)),
+        module=first.module,
+        layer=first.layer,
+        proved=any(site.proved for site in found),
+        selections=tuple(site.selections[0] for site in found),
+    )
+
+
+def _reject(node: fx.Node, reason: str, routing: bool = False, gate: tuple[fx.Node, ...] = ()) -> Rejected:
+    return Rejected(node.name, reason, routing, module_path(node), gate)
+
+
+def module_path(node: fx.Node) -> str:
+    """The innermost module that the node was traced in, as a path from the compiled frame's own module."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    path = list(stack.values())[-1][0]
+    path = re.sub(r"^L\['(self|fn|model|module)'\]\.?", "", str(path))
+    path = re.sub(r"\._modules\['([^']*)'\]", r".\1", path)
+    path = re.sub(r"\[['\"]?([^'\"\]]*)['\"]?\]", r".\1", path)
+    return path.strip(".")
+
+
+def layer_in_path(path: str) -> int | None:
+    """The first number in a module path: the block's place in the list of blocks."""
+    return next((int(part) for part in path.split(".") if part.isdigit()), None)
+
+
+__all__ = ["argument", "is_weight", "layer_in_path", "match", "module_path"]

@@ -1,0 +1,81 @@
+"""The one operator that recording adds to a graph: `r3_pass::record`.
+
+It writes the ids of all sites of a graph at once into the slot buffer, in place. Plain ATen on a CPU, one Triton kernel on a GPU
+(`kernels.py`). What a step is (its slots, its token count) stands in tensors, so a captured CUDA graph replays any step.
+
+Legend: T tokens, N sites in the graph, M stored (MoE) layers, K top-k, S slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+STATE_TOKENS = 0
+"""state[0]: tokens of the running step; -1 outside a step, in which nothing is written."""
+STATE_ERRORS = 1
+"""state[1]: what the device found wrong, a sum of the ERROR_ bits; sticky until the host has read it."""
+STATE_CALLS = 2
+"""state[2 + m]: how often stored layer m was written, ever. The host compares it with the steps it made."""
+
+ERROR_TOKENS = 1
+"""A forward ran over another number of tokens than the slot mapping has."""
+ERROR_SLOT = 2
+"""A slot was out of range."""
+ERROR_DUPLICATE = 4
+"""A slot stood twice in one mapping."""
+
+_library = torch.library.Library("r3_pass", "DEF")
+_library.define("record(Tensor(a!) buffer, Tensor(b!) state, Tensor slots, Tensor columns, Tensor[] ids) -> ()")
+
+
+def record_reference(buffer: Tensor, state: Tensor, slots: Tensor, columns: Tensor, ids: Sequence[Tensor]) -> None:
+    """Write each site's expert ids into the slot buffer.
+
+    Args:
+        buffer: int16 [S + 1, M, K], mutated; the last row takes what has no slot.
+        state: int32 [2 + M], mutated: see STATE_TOKENS, STATE_ERRORS, STATE_CALLS.
+        slots: int64 [max tokens]; -1 marks padding.
+        columns: int64 [N], stored layer of each site; -1 for a site that is not stored.
+        ids: N integer tensors [T, k], k <= K; columns past k are written as -1.
+    """
+    tokens = ids[0].shape[0]
+    if int(state[STATE_TOKENS]) != tokens or tokens > slots.shape[0]:
+        if int(state[STATE_TOKENS]) >= 0:
+            state[STATE_ERRORS] |= ERROR_TOKENS
+        return
+    spare, stored, top_k = buffer.shape[0] - 1, buffer.shape[1], buffer.shape[2]
+    rows = slots[:tokens]
+    wrong = (rows < -1) | (rows >= spare)
+    if bool(wrong.any()):
+        state[STATE_ERRORS] |= ERROR_SLOT
+    rows = torch.where(wrong | (rows < 0), spare, rows)
+    kept = [n for n, column in enumerate(columns.tolist()) if column >= 0]
+    if not kept:
+        return
+    padded = [i if i.shape[1] == top_k else torch.nn.functional.pad(i, (0, top_k - i.shape[1]), value=-1) for i in (ids[n] for n in kept)]
+    values = torch.stack(padded, 1).to(torch.int16)
+    where = columns if len(kept) == len(ids) else columns[kept]
+    if len(kept) == stored and torch.equal(where, torch.arange(stored)):
+        buffer[rows] = values
+    else:
+        buffer[rows[:, None], where[None, :]] = values
+    state.index_add_(0, where + STATE_CALLS, torch.ones_like(where, dtype=torch.int32))
+
+
+def _record_cuda(buffer: Tensor, state: Tensor, slots: Tensor, columns: Tensor, ids: Sequence[Tensor]) -> None:
+    from r3_pass.passes import kernels  # Triton is imported where there is a GPU only
+
+    kernels.record(buffer, state, slots, columns, ids)
+
+
+def _record_meta(buffer: Tensor, state: Tensor, slots: Tensor, columns: Tensor, ids: Sequence[Tensor]) -> None:
+    return None
+
+
+_library.impl("record", record_reference, "CPU")
+_library.impl("record", _record_cuda, "CUDA")
+_library.impl("record", _record_meta, "Meta")
+record = torch.ops.r3_pass.record.default

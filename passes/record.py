@@ -1,0 +1,228 @@
+"""Rewrite a graph so that the ids of its routing sites land in the slot buffer.
+
+    before:  ids_0: i64[T, K] = getitem(topk, 1);  ids_1 = ...;  return (hidden,)
+    after:   the same, and, once, at the end:
+             r3_pass.record(r3_buffer, r3_state, r3_slots, r3_columns, [ids_0, ids_1, ...])
+             return (hidden, T)
+
+The graph is a copy; the one that Dynamo traced stays as it is. Ids inside nested graphs (activation checkpointing) leave them as
+further results, so that nothing is written inside a region that is run again in the backward.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from r3_pass.passes import ops
+from r3_pass.passes.inputs import add_input, fake_mode_of
+from r3_pass.passes.site import Accepted
+from r3_pass.registry.dataflow import plain, subgraph_of, value
+
+BUFFER, STATE, SLOTS, COLUMNS = "buffer", "state", "slots", "columns"
+
+
+@dataclasses.dataclass(frozen=True)
+class Occurrence:
+    """A site as it runs: once, or once for each call of the nested graph that it stands in.
+
+    Attributes:
+        site: what the matcher decided.
+        gate, experts: placeholders or attributes of the *outer* graph that name the layer.
+        columns: values in the rewritten outer graph that hold the ids.
+    """
+
+    site: Accepted
+    gate: tuple[fx.Node, ...]
+    experts: tuple[fx.Node, ...]
+    columns: tuple[fx.Node, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Recorded:
+    """A rewritten graph.
+
+    Attributes:
+        module: the copy, with four more inputs behind the others: buffer, state, slots, columns.
+        occurrences: in the order of `columns` entries.
+        added: the new placeholders, in order.
+        tokens: token count of the sites: an int if it is fixed, None if the graph returns it as one more result.
+    """
+
+    module: fx.GraphModule
+    occurrences: tuple[Occurrence, ...]
+    added: tuple[fx.Node, ...]
+    tokens: int | None
+
+
+def rewrite(module: fx.GraphModule, sites: Sequence[Accepted], device: torch.device) -> Recorded | str:
+    """Copy a Dynamo graph and record its sites in the copy.
+
+    Args:
+        module: as Dynamo hands it to a backend; not changed.
+        sites: what the matcher accepted in it, not empty.
+        device: where the ids are, and so the buffer.
+
+    Returns: the copy, or a reason (text) why the sites cannot be recorded together.
+    """
+    mode = fake_mode_of(module.graph)
+    if mode is None:
+        return "the graph carries no traced values"
+    wanted = {node for site in sites for node in site.columns}
+    copy, where = _copy(module, wanted)
+    graph = copy.graph
+    output = next(n for n in graph.nodes if n.op == "output")
+    occurrences = tuple(_occurrences(module, sites, where))
+    stored = len(occurrences)
+    added = (
+        add_input(graph, mode, BUFFER, (7, 5, 3), torch.int16, device),
+        add_input(graph, mode, STATE, (11,), torch.int32, device),
+        add_input(graph, mode, SLOTS, (13,), torch.int64, device),
+        add_input(graph, mode, COLUMNS, (-stored,), torch.int64, device),
+    )
+    with graph.inserting_before(output):
+        flat, tokens = insert_record(graph, occurrences, added)
+        if not isinstance(tokens, int):
+            results = tuple(output.args[0])
+            output.args = ((*results, tokens),)
+    graph.lint()
+    copy.recompile()
+    return Recorded(copy, occurrences, added, tokens if isinstance(tokens, int) else None)
+
+
+def insert_record(graph: fx.Graph, occurrences: Sequence[Occurrence], added: Sequence[fx.Node]) -> tuple[list[fx.Node], Any]:
+    """Insert the record op at the graph's insertion point; returns the [T, k] ids and the token count (int or node)."""
+    flat = [_flatten(graph, occurrence) for occurrence in occurrences]
+    graph.call_function(ops.record, (*added, flat))
+    seen = value(flat[0])
+    tokens = plain(seen.shape[0]) if isinstance(seen, torch.Tensor) else None
+    if isinstance(tokens, int):
+        return flat, tokens
+    size = graph.call_method("size", (flat[0], 0))
+    size.meta["example_value"] = seen.shape[0] if isinstance(seen, torch.Tensor) else None
+    return flat, size
+
+
+def _flatten(graph: fx.Graph, occurrence: Occurrence) -> fx.Node:
+    """The ids of one occurrence as [T, k], rows in token order."""
+    site = occurrence.site
+    parts = []
+    for column in occurrence.columns:
+        seen = value(column)
+        rank = seen.dim() if isinstance(seen, torch.Tensor) else 2
+        node = column
+        if site.id_dim is None:
+            node = _call(graph, "reshape", node, (-1, 1))
+        else:
+            if site.id_dim != rank - 1:
+                node = _call(graph, "movedim", node, (site.id_dim, -1))
+            if rank != 2:
+                width = 1 if len(occurrence.columns) > 1 else site.top_k
+                node = _call(graph, "reshape", node, (-1, width))
+        parts.append(node)
+    if len(parts) == 1:
+        return parts[0]
+    joined = graph.call_function(torch.cat, (parts, 1))
+    _fake(joined, torch.cat, ([value(p) for p in parts], 1))
+    return joined
+
+
+def _call(graph: fx.Graph, method: str, node: fx.Node, args: tuple[Any, ...]) -> fx.Node:
+    made = graph.call_method(method, (node, *args))
+    seen = value(node)
+    if isinstance(seen, torch.Tensor):
+        _fake(made, getattr(seen, method), args)
+    return made
+
+
+def _fake(node: fx.Node, function: Any, args: tuple[Any, ...]) -> None:
+    result = function(*args)
+    node.meta["example_value"] = result
+    node.meta["val"] = result
+
+
+def _copy(module: fx.GraphModule, wanted: set[fx.Node]) -> tuple[fx.GraphModule, dict[tuple[fx.Node, fx.Node | None], fx.Node]]:
+    """Copy a graph, handing the wanted values of nested graphs out to it.
+
+    Returns: the copy, and where each wanted value now is, by (original value, original call of its nested graph or None).
+    """
+    graph = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    where: dict[tuple[fx.Node, fx.Node | None], fx.Node] = {}
+    attributes: dict[str, fx.GraphModule] = {}
+    for node in module.graph.nodes:
+        nested = subgraph_of(node)
+        new = graph.node_copy(node, lambda n: mapping[n])
+        mapping[node] = new
+        if node.op == "placeholder" and hasattr(node, "_dynamo_source"):
+            new._dynamo_source = node._dynamo_source  # type: ignore[attr-defined]
+        if node in wanted:
+            where[(node, None)] = new
+        if nested is None:
+            continue
+        inner = [n for n in _all_nodes(nested) if n in wanted]
+        if not inner:
+            continue
+        body, inside = _copy(nested, wanted)
+        results = next(n for n in body.graph.nodes if n.op == "output")
+        handed = list(results.args[0]) if isinstance(results.args[0], tuple | list) else [results.args[0]]
+        extra = list(inside.items())
+        results.args = ((*handed, *(value_ for _, value_ in extra)),)
+        body.recompile()
+        reference = next(a for a in node.args if isinstance(a, fx.Node) and a.op == "get_attr")
+        name = f"r3_{str(reference.target).replace('.', '_')}_{len(attributes)}"
+        attributes[name] = body
+        with graph.inserting_before(new):
+            pointer = graph.get_attr(name)
+        new.args = tuple(pointer if a is mapping[reference] else a for a in new.args)
+        seen = value(node)
+        if isinstance(seen, tuple | list):
+            new.meta["example_value"] = (*seen, *(value(v) for _, v in extra))
+        for position, ((original, _), copied) in enumerate(extra):
+            item = graph.call_function(operator.getitem, (new, len(handed) + position))
+            item.meta["example_value"] = value(copied)
+            where[(original, node)] = item
+    copy = fx.GraphModule(module, graph)
+    for name, body in attributes.items():
+        setattr(copy, name, body)
+    copy.meta = dict(module.meta)
+    for carried in ("_param_name_to_source", "shape_env", "compile_subgraph_reason"):
+        if hasattr(module, carried):
+            setattr(copy, carried, getattr(module, carried))
+    copy.recompile()
+    return copy, where
+
+
+def _all_nodes(module: fx.GraphModule) -> Iterable[fx.Node]:
+    for node in module.graph.nodes:
+        yield node
+        nested = subgraph_of(node)
+        if nested is not None:
+            yield from _all_nodes(nested)
+
+
+def _occurrences(
+    module: fx.GraphModule, sites: Sequence[Accepted], where: dict[tuple[fx.Node, fx.Node | None], fx.Node]
+) -> Iterable[Occurrence]:
+    for site in sites:
+        calls = [call for (node, call) in where if node is site.columns[0]]
+        first: fx.Node | None = calls[0]
+        for call in calls:
+            gate = tuple(_as_called(weight, first, call) for weight in site.gate)
+            experts = tuple(_as_called(weight, first, call) for weight in site.experts)
+            yield Occurrence(site, gate, experts, tuple(where[(column, call)] for column in site.columns))
+
+
+def _as_called(weight: fx.Node, first: fx.Node | None, call: fx.Node | None) -> fx.Node:
+    """The weight that stands at the same place in another call of the nested graph."""
+    if first is call or first is None or call is None:
+        return weight
+    for ours, theirs in zip(first.args, call.args, strict=True):
+        if ours is weight and isinstance(theirs, fx.Node):
+            return theirs
+    return weight

@@ -1,0 +1,71 @@
+"""What the matcher says of a candidate: a routing site, or why it is none."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import fx
+
+
+@dataclasses.dataclass(frozen=True)
+class Accepted:
+    """A place in the graph where experts are chosen for tokens.
+
+    Attributes:
+        form: how it is spelled, e.g. "softmax_topk", "sigmoid_bias_grouped_topk".
+        num_experts: E, what the selection runs over (zero and identity experts included); 0 if a table does not tell.
+        top_k: columns that it records.
+        columns: values holding the ids; one of [..., k], or several of [...] or [..., 1] in the order of choice.
+        id_dim: dimension of k in `columns[0]`; None if that has none (k = 1 each).
+        gate: weight placeholders (or attributes) of the router's product; they name the layer.
+        experts: weight placeholders that the ids were seen to choose from; they name the layer where the gate cannot.
+        module: the module path that the selection was traced in, relative to the compiled frame ("" if unknown).
+        layer: decoder layer as the module path tells it, from a frame that holds the whole block list; else None.
+        proved: False if the ids leave the graph before they reach experts: the model's structure must confirm the site.
+        selections: the selection operators, for reports.
+    """
+
+    form: str
+    num_experts: int
+    top_k: int
+    columns: tuple[fx.Node, ...]
+    id_dim: int | None
+    gate: tuple[fx.Node, ...]
+    experts: tuple[fx.Node, ...]
+    module: str
+    layer: int | None
+    proved: bool
+    selections: tuple[fx.Node, ...]
+
+    def __bool__(self) -> bool:
+        return True
+
+
+@dataclasses.dataclass(frozen=True)
+class Rejected:
+    """A candidate that is not recorded.
+
+    Attributes:
+        node: name of the selection operator in the graph.
+        reason: why, for a person.
+        routing: True if it does choose experts but cannot be recorded (no fixed ids per token, say): that is an error at run time.
+        module: module path that it was traced in.
+        gate: weight placeholders of the product behind it, where one was found.
+    """
+
+    node: str
+    reason: str
+    routing: bool
+    module: str
+    gate: tuple[fx.Node, ...] = ()
+
+    def __bool__(self) -> bool:
+        return False
+
+
+@dataclasses.dataclass(frozen=True)
+class Match:
+    """All decisions about one graph, in graph order."""
+
+    sites: tuple[Accepted, ...]
+    rejected: tuple[Rejected, ...]

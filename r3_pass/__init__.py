@@ -1,0 +1,33 @@
+"""Record and replay the expert routing of any MoE model as a compiler pass of torch.compile.
+
+compiled = torch.compile(model, backend=r3_pass.backend())
+session = r3_pass.runtime.attach(engine)                       # or attach(compiled, num_slots=...)
+"""
+
+from r3_pass import passes, registry, runtime
+from r3_pass.backend import backend
+from r3_pass.errors import (
+    BufferLayoutError,
+    MissingRoutes,
+    NoRouterFound,
+    PartialCapture,
+    R3Error,
+    RefusedConfiguration,
+    StaleRoutes,
+    UnsupportedEngine,
+)
+
+__all__ = [
+    "BufferLayoutError",
+    "MissingRoutes",
+    "NoRouterFound",
+    "PartialCapture",
+    "R3Error",
+    "RefusedConfiguration",
+    "StaleRoutes",
+    "UnsupportedEngine",
+    "backend",
+    "passes",
+    "registry",
+    "runtime",
+]

@@ -1,0 +1,165 @@
+"""The Dynamo backend: match a graph, rewrite a copy, compile both, choose at the call.
+
+    compiled = torch.compile(model, backend=r3_pass.backend())          # or backend="r3_pass"
+
+Each graph that routes is compiled twice, as it is and with the record op, inside the backend's call (guards that come later are
+lost). A call without a session, or outside a step, runs the first; a call inside a step the second, with the session's tensors.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx
+
+from r3_pass.binding import Binding, Place, find_binding
+from r3_pass.errors import RefusedConfiguration
+from r3_pass.inner import Compiled, Inner, compile_with
+from r3_pass.passes.match import match
+from r3_pass.passes.record import rewrite
+from r3_pass.passes.site import Accepted, Match, Rejected
+from r3_pass.passes.witness import Witnesses
+from r3_pass.registry.dataflow import value
+from r3_pass.report import GraphRecord, Report
+
+Mode = Literal["record", "replay", "both"]
+
+
+class CompiledGraph:
+    """What Dynamo calls for one routing graph.
+
+    Attributes:
+        witnesses: its sites, and the weights that name their layers.
+        placed: how the sites were placed at calls so far, for reports.
+    """
+
+    def __init__(self, plain: Compiled, recording: Compiled, tokens: int | None, witnesses: Witnesses, refused: Sequence[Rejected]) -> None:
+        self.plain = plain
+        self.recording = recording
+        self.tokens = tokens
+        self.witnesses = witnesses
+        self.refused = tuple(refused)
+        self.placed: dict[tuple[int, Place], None] = {}
+        self._served: weakref.WeakSet[Binding] = weakref.WeakSet()
+
+    def served(self) -> Iterator[Binding]:
+        yield from list(self._served)
+
+    def __call__(self, *args: Any) -> Any:
+        weights = self.witnesses.weights(args)
+        binding = find_binding(weights, self.served)
+        if binding is None or binding.tokens is None or not weights:
+            return self.plain(*args)
+        binding.refuse(self.refused)
+        placement = binding.place(self.witnesses, weights, self.placed)
+        self._served.add(binding)
+        if not placement.stored:
+            return self.plain(*args)
+        binding.before(placement)
+        results = self.recording(*args, binding.buffer, binding.state, binding.mapping, placement.columns)
+        if self.tokens is None:
+            binding.ran(placement, results[-1])
+            return results[:-1]
+        binding.ran(placement, self.tokens)
+        return results
+
+
+class RefusedGraph:
+    """What Dynamo calls for a graph whose routing cannot be recorded: it runs, and tells the session of the step."""
+
+    def __init__(self, plain: Compiled, refused: Sequence[Rejected], module: fx.GraphModule) -> None:
+        self.plain = plain
+        self.refused = tuple(refused)
+        placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
+        self._weights = [i for i, n in enumerate(placeholders) if isinstance(value(n), torch.nn.Parameter)]
+
+    def __call__(self, *args: Any) -> Any:
+        binding = find_binding([args[i] for i in self._weights], tuple)
+        if binding is not None and binding.tokens is not None:
+            binding.refuse(self.refused)
+        return self.plain(*args)
+
+
+class Backend:
+    """A torch.compile backend that records expert routing; see `r3_pass.backend`."""
+
+    def __init__(self, inner: Inner, mode: Mode) -> None:
+        self.inner = inner
+        self.mode = mode
+        self.graphs: list[GraphRecord] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Backend:
+        return self  # engines copy the configs that hold a backend; a copy would split the report
+
+    def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Compiled:
+        reason = getattr(module, "compile_subgraph_reason", None)
+        found = match(module.graph, broken=bool(getattr(reason, "graph_break", False)))
+        record = GraphRecord(len(self.graphs), found, str(getattr(reason, "reason", "")))
+        self.graphs.append(record)
+        refused = [r for r in found.rejected if r.routing]
+        if not found.sites:
+            plain = compile_with(self.inner, module, example_inputs, options)
+            return RefusedGraph(plain, refused, module) if refused else plain
+        return self._compile_both(module, example_inputs, found, refused, record, options)
+
+    def _compile_both(
+        self,
+        module: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        found: Match,
+        refused: Sequence[Rejected],
+        record: GraphRecord,
+        options: dict[str, Any],
+    ) -> Compiled:
+        rewritten = rewrite(module, found.sites, _device_of(found.sites))
+        if isinstance(rewritten, str):
+            raise RefusedConfiguration(f"graph {record.number} cannot be recorded: {rewritten}. Report it with r3_pass.explain(...).dump(folder).")
+        record.keep(module, rewritten.module)
+        fakes = [value(node) for node in rewritten.added]
+        recording = compile_with(self.inner, rewritten.module, [*example_inputs, *fakes], options)
+        plain = compile_with(self.inner, module, example_inputs, options)
+        compiled = CompiledGraph(plain, recording, rewritten.tokens, Witnesses(module, rewritten.occurrences), refused)
+        record.placed = compiled.placed
+        return compiled
+
+    def report(self) -> Report:
+        """What was captured in the graphs compiled so far, and what was rejected and why."""
+        return Report(tuple(self.graphs))
+
+
+def _device_of(sites: Sequence[Accepted]) -> torch.device:
+    seen = value(sites[0].columns[0])
+    return seen.device if isinstance(seen, Tensor) else torch.device("cpu")
+
+
+def backend(inner: Inner = "inductor", *, mode: Mode = "record") -> Backend:
+    """A `torch.compile` backend that records which experts every token was routed to.
+
+    >>> import r3_pass, torch
+    >>> compiled = torch.compile(torch.nn.Linear(4, 4), backend=r3_pass.backend("eager"))
+    >>> compiled(torch.ones(2, 4)).shape
+    torch.Size([2, 4])
+
+    Without a session (`r3_pass.runtime.attach`) the compiled model does no route work.
+
+    Args:
+        inner: what compiles the rewritten graph: "inductor", "aot_eager", "eager", the name of any Dynamo backend, or
+            a backend. Outputs are those of the same inner backend without r3_pass, bit for bit.
+        mode: "record" is what is compiled now.
+    """
+    if mode != "record":
+        raise RefusedConfiguration(f"mode={mode!r} is not available in this version: only 'record' is. Use mode='record'.")
+    return Backend(inner, mode)
+
+
+def r3_pass(module: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Compiled:
+    """`torch.compile(model, backend="r3_pass")`: a backend without state; sessions are found by the weights of each call."""
+    chosen = dict(options.get("options") or {})
+    inner = chosen.pop("inner", "inductor")
+    passed = {**options, "options": chosen} if chosen else {k: v for k, v in options.items() if k != "options"}
+    return Backend(inner, "record")(module, example_inputs, **passed)
+
+

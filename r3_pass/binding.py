@@ -1,0 +1,334 @@
+"""What the compiled graphs and a session share: where rows go, and which layer a weight names.
+
+A compiled graph may serve every layer of a model, or several models: it learns at the call, from the parameters that arrive, whose
+row it writes. So each weight of an attached model carries an `Owner`; nothing is kept in a table of the process, and nothing is
+looked up by `id`.
+
+Legend: T tokens in the step, M stored (MoE) layers, K top-k.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from r3_pass.errors import BufferLayoutError, RefusedConfiguration
+from r3_pass.passes.site import Rejected
+from r3_pass.passes.witness import Witnesses
+from r3_pass.structure import Block, Structure, block_of, inspect, named_weights
+
+_OWNER = "_r3_owner"
+
+
+class Owner:
+    """On a weight: which binding it belongs to, and as what. Pickles as None, so that a saved model carries none of it."""
+
+    __slots__ = ("binding", "names")
+
+    def __init__(self, binding: Binding | None, names: tuple[str, ...]) -> None:
+        self.binding = binding
+        self.names = names
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+    @property
+    def blocks(self) -> frozenset[Block]:
+        return frozenset(b for name in self.names if (b := block_of(name)) is not None)
+
+
+_STRANGER = Owner(None, ())
+"""On a weight that a shared graph met and that belongs to no attached model."""
+
+
+def owner_of(weight: Any) -> Owner | None:
+    return getattr(weight, _OWNER, None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where one site of a graph writes for one set of weights."""
+
+    block: Block | None
+    module: str
+    reason: str
+    """Why it writes nothing, where `block` is None or is not stored."""
+
+
+@dataclasses.dataclass
+class Placement:
+    """A graph's sites, placed by the weights of one call."""
+
+    graph: Witnesses
+    weights: tuple[Any, ...]
+    places: tuple[Place, ...]
+    stored: tuple[int, ...]
+    columns: Tensor
+
+
+class Binding:
+    """One attachment, as compiled graphs see it.
+
+    Attributes:
+        buffer: int16 [S + 1, M, K], or None while nothing is allocated.
+        state, mapping: persistent tensors of `passes.ops.record`.
+        tokens: T of the running step, None outside a step or while paused: then graphs run without recording.
+        layers: stored layers in order; grows in the first step only.
+        calls: how often each stored layer was written in the running step.
+        captured: a CUDA graph holds the record op, so a step may run without the host seeing it.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device, lay_out: Callable[[tuple[int, ...], int], None], mark: bool = True) -> None:
+        self.model = model
+        self._unmarked: dict[int, tuple[Any, Owner]] | None = None if mark else {}
+        self.device = device
+        self.structure: Structure = inspect(model)
+        self.container: str | None = self.structure.main_container
+        self.buffer: Tensor | None = None
+        self.state = torch.zeros(0, dtype=torch.int32)
+        self.mapping = torch.zeros(0, dtype=torch.int64)
+        self.tokens: int | None = None
+        self.layers: tuple[int, ...] = ()
+        self.top_k = 0
+        self.calls: list[int] = []
+        self.captured = False
+        self.capturing = False
+        self.problems: dict[str, None] = {}
+        self.refused: dict[str, None] = {}
+        self.modules: dict[int, str] = {}
+        self.experts: dict[int, int] = {}
+        self.lock = threading.RLock()
+        self._lay_out = lay_out
+        self._placements: dict[tuple[int, int], Placement] = {}
+        self._tagged: list[Any] = []
+        self._sample: tuple[nn.Module, str, Any] | None = None
+        self.claim()
+
+    # ---- weights ------------------------------------------------------------------------------------------------
+    def claim(self) -> bool:
+        """Mark every weight of the model as this binding's; True if any was not marked before.
+
+        Raises: RefusedConfiguration if another session holds them.
+        """
+        names: dict[int, tuple[Any, list[str]]] = {}
+        for name, weight in named_weights(self.model):
+            block = block_of(name)
+            if block is None or block.container in self.structure.blocks or not self.structure.blocks:
+                names.setdefault(id(weight), (weight, []))[1].append(name)
+            else:
+                names.setdefault(id(weight), (weight, []))
+        if self._unmarked is not None:
+            self._unmarked = {id(w): (w, Owner(self, tuple(found))) for w, found in names.values()}
+            return False
+        for weight, _ in names.values():
+            owner = owner_of(weight)
+            if owner is not None and owner.binding is not None and owner.binding is not self:
+                raise RefusedConfiguration(
+                    f"a session is attached to this {type(self.model).__name__} already (weight {owner.names[:1]}); "
+                    "two would write each other's rows. Call detach() on that session first."
+                )
+        changed = False
+        tagged = []
+        for weight, found in names.values():
+            owner = owner_of(weight)
+            if owner is None or owner.binding is not self:
+                setattr(weight, _OWNER, Owner(self, tuple(found)))
+                changed = True
+            tagged.append(weight)
+        kept = {id(w) for w in tagged}
+        for weight in self._tagged:
+            if id(weight) not in kept:
+                self._release_weight(weight)
+        self._tagged = tagged
+        self._placements.clear()
+        self._sample = self._find_sample()
+        return changed
+
+    def _owner(self, weight: Any) -> Owner | None:
+        if self._unmarked is not None:
+            held = self._unmarked.get(id(weight))
+            return held[1] if held is not None and held[0] is weight else None
+        owner = owner_of(weight)
+        return owner if owner is not None and owner.binding is self else None
+
+    def _find_sample(self) -> tuple[nn.Module, str, Any] | None:
+        for name, weight in self.model.named_parameters():
+            if block_of(name) is not None:
+                path, _, last = name.rpartition(".")
+                return self.model.get_submodule(path), last, weight
+        return None
+
+    def weights_replaced(self) -> bool:
+        """Whether the model's parameters are other objects now (`load_state_dict(assign=True)`); one comparison."""
+        if self._sample is None:
+            return False
+        module, name, weight = self._sample
+        return module._parameters.get(name) is not weight
+
+    def release_weights(self) -> None:
+        """Take every mark off again."""
+        for weight in self._tagged:
+            self._release_weight(weight)
+        self._tagged = []
+        self._placements.clear()
+
+    def _release_weight(self, weight: Any) -> None:
+        owner = owner_of(weight)
+        if owner is not None and owner.binding is self:
+            delattr(weight, _OWNER)
+
+    # ---- calls of compiled graphs -------------------------------------------------------------------------------
+    def place(self, graph: Witnesses, weights: tuple[Any, ...], placed: dict[tuple[int, Place], None]) -> Placement:
+        """The columns that a graph's sites write, for the weights of this call."""
+        key = (id(graph), id(weights[0]))
+        known = self._placements.get(key)
+        if known is not None and known.graph is graph and all(a is b for a, b in zip(known.weights, weights, strict=True)):
+            return known
+        with self.lock:
+            made = self._place(graph, weights)
+            placed.update(dict.fromkeys(enumerate(made.places)))
+            self._placements[key] = made
+            return made
+
+    def _place(self, graph: Witnesses, weights: tuple[Any, ...]) -> Placement:
+        if any(self._owner(w) is None for w in weights):
+            self.claim()
+        places = tuple(self._place_site(graph, number, weights) for number in range(len(graph.sites)))
+        found: dict[int, str] = {}
+        wanted = 0
+        for place, site in zip(places, graph.sites, strict=True):
+            if place.block is None:
+                continue
+            index = place.block.index
+            if index in found:
+                raise RefusedConfiguration(
+                    f"layer {index} routes twice in one forward ({found[index]} and {place.module}): routed_experts has room for "
+                    "one choice per token and layer. Two routed MLPs in a layer and layers that run twice cannot be recorded."
+                )
+            found[index] = place.module
+            self.experts[index] = site.num_experts
+            wanted = max(wanted, site.top_k)
+        self.modules.update(found)
+        if not set(found) <= set(self.layers) or wanted > self.top_k:
+            self._lay_out(tuple(sorted({*self.layers, *found})), max(wanted, self.top_k))
+        column = {layer: m for m, layer in enumerate(self.layers)}
+        numbers = [column[p.block.index] if p.block is not None else -1 for p in places]
+        columns = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        if self.device.type == "cuda":
+            columns = columns.pin_memory().to(self.device, non_blocking=True)
+        return Placement(graph, weights, places, tuple(n for n in numbers if n >= 0), columns)
+
+    def _place_site(self, graph: Witnesses, number: int, weights: tuple[Any, ...]) -> Place:
+        """Which block's routing this is: by the gate, then by the experts, then by the module path it was traced in."""
+        site = graph.sites[number]
+        gate = [o for i in graph.gates[number] if (o := self._owner(weights[i])) is not None]
+        experts = [o for i in graph.experts[number] if (o := self._owner(weights[i])) is not None]
+        name = (gate or experts)[0].names[0] if (gate or experts) and (gate or experts)[0].names else site.module
+        module = name.rpartition(".")[0]
+        candidates: frozenset[Block] | None = None
+        for owner in gate + experts:
+            if owner.blocks:
+                candidates = owner.blocks if candidates is None else (candidates & owner.blocks or candidates)
+                if len(candidates) == 1:
+                    break
+        if candidates is not None and len(candidates) > 1 and site.layer is not None:
+            candidates = frozenset(b for b in candidates if b.index == site.layer) or candidates
+        if not candidates:
+            if site.proved:
+                self.problems[f"{site.module or 'a graph'}: no weight of a decoder layer is in the same graph as the selection"] = None
+            return Place(None, module, "no weight in its graph names a decoder layer")
+        if len(candidates) > 1:
+            names = ", ".join(sorted(map(str, candidates)))
+            self.problems[f"{module}: its weights are shared by {names}, and nothing else in the graph tells which of them runs"] = None
+            return Place(None, module, f"its weights are shared by {names}")
+        (block,) = candidates
+        inside = module.removeprefix(f"{block}.")
+        if any("attn" in part or "attention" in part for part in inside.lower().split(".")):
+            return Place(None, module, "attention experts, not the layer's MLP experts")
+        if not site.proved and block not in self.structure.experts and not self.structure.may_route:
+            return Place(None, module, "the ids leave the graph, and the layer holds no experts")
+        self._check(block, module, site.num_experts)
+        count = self.structure.num_layers(block.container)
+        if block.index >= count:
+            return Place(None, module, f"block {block.index} lies past the model's {count} layers (a drafter's)")
+        return Place(block, module, "")
+
+    def _check(self, block: Block, module: str, experts: int) -> None:
+        if self.container is None:
+            self.container = block.container
+            others = {b.container for b in self.structure.experts} - {block.container}
+            if others:
+                self._two_lists(block.container, others.pop(), module)
+        elif self.container != block.container:
+            self._two_lists(self.container, block.container, module)
+        if experts > torch.iinfo(torch.int16).max:
+            raise BufferLayoutError(
+                f"{module} routes over {experts} experts; the slot buffer is int16 and holds ids up to {torch.iinfo(torch.int16).max}. "
+                "Such a model cannot be recorded."
+            )
+
+    def _two_lists(self, first: str, second: str, module: str) -> None:
+        raise RefusedConfiguration(
+            f"two lists of blocks hold routed experts, {first!r} and {second!r} (met at {module}): an encoder-decoder, or a "
+            "drafter inside the target, has no place in routed_experts [tokens, num_layers, top_k]. Compile and attach the one "
+            "that is to be recorded by itself: attach(model.decoder, backend=backend, num_slots=...)."
+        )
+
+    def refuse(self, refusals: Sequence[Rejected]) -> None:
+        """Remember routing that ran in this step and cannot be recorded."""
+        for refusal in refusals:
+            self.refused[f"{refusal.module or refusal.node}: {refusal.reason}"] = None
+
+    def ran(self, placement: Placement, tokens: int) -> None:
+        """Count a recorded call of a graph; called after it was launched.
+
+        Raises: BufferLayoutError if it ran over another number of tokens than the step's slot mapping has.
+        """
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            self.captured = self.capturing = True
+        for column in placement.stored:
+            self.calls[column] += 1
+        if tokens != self.tokens:
+            raise BufferLayoutError(
+                f"the forward ran over {tokens} tokens, the step's slot mapping has {self.tokens} entries; nothing was recorded. "
+                "Give one slot for each token that is forwarded, -1 for padding."
+            )
+
+    def before(self, placement: Placement) -> None:
+        """Raises RefusedConfiguration if one of the layers was written in this step already."""
+        for column in placement.stored:
+            if self.calls[column]:
+                layer = self.layers[column]
+                raise RefusedConfiguration(
+                    f"layer {layer} ({self.modules.get(layer, '?')}) routes a second time in one step: a second forward of the model, or "
+                    "a layer that runs twice in one. A step is exactly one forward: open a session.step for each."
+                )
+
+
+def find_binding(weights: Sequence[Any], served: Callable[[], Iterable[Binding]]) -> Binding | None:
+    """Whose call this is, by the weights that arrived; None for a model that no session is attached to."""
+    unknown = False
+    for weight in weights:
+        owner = owner_of(weight)
+        if owner is None:
+            unknown = True
+        elif owner.binding is not None:
+            return owner.binding
+    if not unknown:
+        return None
+    known = list(served())
+    for binding in known:
+        if binding.claim():
+            found = next((o.binding for w in weights if (o := owner_of(w)) is not None and o.binding is not None), None)
+            if found is not None:
+                return found
+    if known:
+        for weight in weights:
+            if owner_of(weight) is None and isinstance(weight, Tensor):
+                setattr(weight, _OWNER, _STRANGER)
+    return None

@@ -1,0 +1,163 @@
+"""What was captured, what was rejected and why; and the graphs themselves, in files."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from torch import fx
+
+from r3_pass.binding import Place
+from r3_pass.passes.site import Accepted, Match
+
+
+@dataclasses.dataclass(frozen=True)
+class SiteEntry:
+    """One captured routing site.
+
+    Attributes:
+        layer: decoder layer; None as long as no call has shown which one it is (a graph that serves several layers).
+        module: module path of the router.
+        num_experts, top_k, form: as the matcher decided.
+        graph: number of the graph, in order of compilation.
+        proved: False where the ids leave the graph before they reach experts; the model's structure confirms those.
+    """
+
+    layer: int | None
+    module: str
+    num_experts: int
+    top_k: int
+    form: str
+    graph: int
+    proved: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class RejectedEntry:
+    """One candidate that is not recorded: the operator, where, why, and whether it does choose experts."""
+
+    node: str
+    module: str
+    reason: str
+    routing: bool
+    graph: int
+
+
+class GraphRecord:
+    """What one compilation decided; keeps text, not compiled code."""
+
+    def __init__(self, number: int, found: Match, ended: str) -> None:
+        self.number = number
+        self.found = found
+        self.ended = ended
+        self.placed: dict[tuple[int, Place], None] = {}
+        self.before: fx.Graph | None = None
+        self.after: fx.Graph | None = None
+
+    def keep(self, before: fx.GraphModule, after: fx.GraphModule) -> None:
+        """Keep copies of both graphs for `Report.dump`; the compilers behind may change theirs."""
+        self.before, self.after = fx.Graph(), fx.Graph()
+        self.before.graph_copy(before.graph, {})
+        self.after.graph_copy(after.graph, {})
+
+    def sites(self) -> list[SiteEntry]:
+        entries: dict[SiteEntry, None] = {}
+        placed: set[int] = set()
+        for number, place in self.placed:
+            placed.add(number)
+            if place.block is not None:
+                entries[self._entry(self.found.sites[number], place.block.index, place.module)] = None
+        for number, site in enumerate(self.found.sites):
+            if number not in placed:
+                entries[self._entry(site, site.layer, site.module)] = None
+        return list(entries)
+
+    def _entry(self, site: Accepted, layer: int | None, module: str) -> SiteEntry:
+        return SiteEntry(layer, module, site.num_experts, site.top_k, site.form, self.number, site.proved)
+
+    def rejected(self) -> list[RejectedEntry]:
+        entries = [RejectedEntry(r.node, r.module, r.reason, r.routing, self.number) for r in self.found.rejected]
+        for number, place in self.placed:
+            if place.block is None:
+                site = self.found.sites[number]
+                entries.append(RejectedEntry(site.selections[0].name, place.module, place.reason, False, self.number))
+        return entries
+
+
+class Report:
+    """One entry for each routing candidate of the graphs compiled so far.
+
+    `print(report)` shows a row for each layer.
+    """
+
+    def __init__(self, graphs: tuple[GraphRecord, ...]) -> None:
+        self._graphs = graphs
+
+    @property
+    def sites(self) -> list[SiteEntry]:
+        """Captured sites, by layer; a site that was compiled again for other shapes stands here once."""
+        unique: dict[tuple[object, ...], SiteEntry] = {}
+        for record in self._graphs:
+            for entry in record.sites():
+                key = (entry.layer, entry.module, entry.num_experts, entry.top_k, entry.form)
+                unique.setdefault(key, entry)
+        return sorted(unique.values(), key=lambda e: (e.layer is None, e.layer or 0, e.graph))
+
+    @property
+    def rejected(self) -> list[RejectedEntry]:
+        """Candidates that are not recorded, in graph order, each once."""
+        unique: dict[tuple[object, ...], RejectedEntry] = {}
+        for record in self._graphs:
+            for entry in record.rejected():
+                unique.setdefault((entry.module, entry.node, entry.reason), entry)
+        return list(unique.values())
+
+    @property
+    def num_graphs(self) -> int:
+        return len(self._graphs)
+
+    def table(self) -> list[tuple[str, ...]]:
+        """Rows of text, the first one the heading: layer, module, form, experts, top-k, graph."""
+        rows: list[tuple[str, ...]] = [("layer", "module", "form", "experts", "top-k", "graph")]
+        for entry in self.sites:
+            layer = "?" if entry.layer is None else str(entry.layer)
+            rows.append((layer, entry.module, entry.form, str(entry.num_experts), str(entry.top_k), str(entry.graph)))
+        return rows
+
+    def __str__(self) -> str:
+        rows = self.table()
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        rejected = self.rejected
+        routing = [r for r in rejected if r.routing]
+        lines.append(f"{len(rows) - 1} sites in {self.num_graphs} graphs; {len(rejected)} other candidates rejected")
+        lines.extend(f"NOT RECORDED: {r.module or 'graph ' + str(r.graph)} ({r.node}): {r.reason}" for r in routing)
+        return "\n".join(lines)
+
+    def dump(self, folder: str | Path) -> Path:
+        """Write the report, and each routing graph before and after the rewrite as readable Python, into a folder.
+
+        Returns: the folder. Files: report.txt, rejected.txt, graph_N_before.py, graph_N_after.py.
+        """
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "report.txt").write_text(str(self) + "\n")
+        lines = [f"graph {r.graph}  {r.node}  {r.module}  {'routing' if r.routing else 'not routing'}: {r.reason}" for r in self.rejected]
+        (folder / "rejected.txt").write_text("\n".join(lines) + "\n")
+        for record in self._graphs:
+            for name, graph in (("before", record.before), ("after", record.after)):
+                if graph is not None:
+                    (folder / f"graph_{record.number}_{name}.py").write_text(_readable(graph))
+        return folder
+
+
+def _readable(graph: fx.Graph) -> str:
+    """One line for each operator, with the shape and dtype of its result."""
+    from r3_pass.registry.dataflow import value
+
+    lines = []
+    for node in graph.nodes:
+        seen = value(node)
+        shape = f"  # {str(seen.dtype).removeprefix('torch.')}{list(seen.shape)}" if hasattr(seen, "dtype") else ""
+        lines.append((node.format_node() or f"return {node.args}") + shape)
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,186 @@
+"""The adapter contract: what an engine's adapter gives to a session, and what it tells it.
+
+An engine that keeps a paged KV cache records its routing once three things are known: which KV slot each token of a
+forward writes, which request each token belongs to, and when a slot changes its owner. An adapter knows its engine well
+enough to say so. It reads the engine's own bookkeeping, wraps a few bound methods and edits nothing:
+
+    class MyAdapter(EngineAdapter):
+        @classmethod
+        def accepts(cls, engine): return hasattr(engine, "my_scheduler")
+
+        def __init__(self, engine):
+            super().__init__()
+            self.engine = engine
+
+        model = property(lambda self: self.engine.model)
+        num_slots = property(lambda self: self.engine.kv.num_blocks * self.engine.kv.block_size)
+        max_tokens = property(lambda self: self.engine.max_batch_tokens)
+
+        def install(self, session):
+            self.session = session
+            self.wraps.wrap(self.engine, "forward", self._forward)       # engine.forward is now self._forward
+            self.wraps.wrap(self.engine, "emit", self._emit)
+
+        def uninstall(self):
+            self.wraps.restore()
+
+        def _forward(self, forward, batch):                             # the original comes first
+            with self.session.step(batch.slot_mapping, [Segment(s.id, s.start, s.length) for s in batch.sequences]):
+                return forward(batch)
+
+        def _emit(self, emit, result):
+            result.routed_experts = self.session.finish(result.id, len(result.prompt) + len(result.tokens))
+            return emit(result)
+
+What an adapter must get right, each of which some recorder got wrong before:
+
+1. **The slot of position p is read where the engine reads it**, at the forward, from its block table: a table read later may
+   already be rewritten by de-duplication or belong to the next owner.
+2. **Padding is -1**, never the slot that the engine uses as its bin.
+3. **Order.** `assign` when blocks leave the free list (never for shared ones); then `move` and `insert` (fork, restore); then
+   `prefix_hit` of requests whose first forward starts past position 0; then the `step`. All of it on the stream that the
+   forward runs on: the session queues device work on the stream that is current.
+4. **Forwards that are no step** (warm-up, dummy batches) run in a step whose mapping is all -1, so that a graph captured there
+   is the graph that serves later; drafters run under `session.paused()`.
+5. **One request's trouble is one request's.** `StaleRoutes` or `MissingRoutes` from `prefix_hit` and `finish` fail that
+   request through the engine's own error channel; what `step` raises stops the engine, since no later row could be trusted.
+6. **`uninstall` leaves the engine as it was**, also while its thread runs. A session calls it without holding its own lock.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from torch import nn
+
+if TYPE_CHECKING:
+    from r3_pass.runtime.sequences import SegmentBatch
+
+Slots = npt.NDArray[np.int64]
+Rows = npt.NDArray[np.int16]
+
+
+class RecordingSession(Protocol):
+    """What an adapter calls on a session. Slots are int64 on the host; -1 is padding, in `slot_mapping` only."""
+
+    def step(self, slot_mapping: Slots, segments: "SegmentBatch | tuple[()]" = ()) -> AbstractContextManager[Any]:
+        """Around exactly one forward. `slot_mapping` [tokens forwarded, padding included]; `segments` cover it from 0."""
+
+    def prefix_hit(self, request_id: Hashable, start: int, slots: Slots) -> None:
+        """Positions start, start + 1, ... of the request were not run: their rows are in `slots`, written before."""
+
+    def assign(self, slots: Slots) -> None:
+        """These slots left the free list for a new owner: their rows are void until a step writes them."""
+
+    def move(self, src_slots: Slots, dst_slots: Slots) -> None:
+        """The engine copied KV from `src_slots` to `dst_slots`."""
+
+    def extract(self, slots: Slots) -> object:
+        """The rows of `slots`, for KV that the engine copies out of its cache. Opaque; given back to `insert`."""
+
+    def insert(self, slots: Slots, rows: object) -> None:
+        """The engine copied KV back into its cache: what `extract` returned now belongs to `slots` (as many)."""
+
+    def preempt(self, request_id: Hashable, num_tokens: int) -> None:
+        """The request's KV is gone and its num_tokens tokens will be forwarded again; exported rows stay."""
+
+    def finish(self, request_id: Hashable, num_tokens: int) -> Rows:
+        """int16 [num_tokens - 1, num_layers, top_k]. Raises MissingRoutes if a row is missing."""
+
+    def abort(self, request_id: Hashable, num_tokens: int) -> Rows:
+        """The rows that the request has, num_tokens - 1 at most, from position 0 without a gap."""
+
+    def wake(self, num_slots: int, max_tokens: int) -> None:
+        """A KV cache of num_slots slots and steps of up to max_tokens tokens now exist; every row is void."""
+
+    def release(self) -> None:
+        """The KV cache is gone: device memory may go, until `wake`."""
+
+
+class EngineAdapter(ABC):
+    """One engine, seen by one session. Built by `attach(engine)` for the first adapter class that accepts the engine.
+
+    The constructor may raise `UnsupportedEngine` or `RefusedConfiguration` and must not change the engine in a way that
+    `uninstall` does not undo.
+    """
+
+    def __init__(self) -> None:
+        self.wraps = WrapPoints()
+
+    @classmethod
+    @abstractmethod
+    def accepts(cls, engine: object) -> bool:
+        """Whether this adapter knows such objects. Looks at the object; imports no engine."""
+
+    @property
+    @abstractmethod
+    def model(self) -> nn.Module:
+        """The module whose routers are recorded, with its parameters: not a drafter."""
+
+    @property
+    @abstractmethod
+    def num_slots(self) -> int | None:
+        """KV slots of the cache. None while the engine has no cache yet: the adapter calls `session.wake` when it has."""
+
+    @property
+    @abstractmethod
+    def max_tokens(self) -> int | None:
+        """Tokens of the largest forward, padding included. None as above."""
+
+    @property
+    def backends(self) -> tuple[object, ...]:
+        """The Dynamo backends (objects or registered names) that the engine itself compiles with, as far as known."""
+        return ()
+
+    @abstractmethod
+    def install(self, session: RecordingSession) -> None:
+        """Wrap the engine's methods; from here on its forwards run in steps of `session`."""
+
+    @abstractmethod
+    def uninstall(self) -> None:
+        """Restore every wrapped method. Waits for a forward that is running in another thread. Called twice: no effect."""
+
+
+class WrapPoints:
+    """The instance attributes that an adapter put over an engine's bound methods, and the way back.
+
+    >>> class Engine:
+    ...     def run(self, x): return x + 1
+    >>> engine, wraps = Engine(), WrapPoints()
+    >>> wraps.wrap(engine, "run", lambda run, x: 10 * run(x))
+    >>> engine.run(1)
+    20
+    >>> wraps.restore(); engine.run(1), vars(engine)
+    (2, {})
+    """
+
+    def __init__(self) -> None:
+        self._points: list[tuple[object, str, object, object]] = []
+
+    def wrap(self, owner: object, name: str, hook: Callable[..., Any]) -> None:
+        """Before: `owner.name(*args)`.   After: the same call runs `hook(original, *args)`."""
+        original = getattr(owner, name)
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            return hook(original, *args, **kwargs)
+
+        self._points.append((owner, name, vars(owner).get(name, _ABSENT), wrapped))
+        setattr(owner, name, wrapped)
+
+    def restore(self) -> None:
+        """Put everything back, last first. A wrap that someone else put over ours stays, and still reaches ours: hooks must
+        pass calls through once their adapter has no session."""
+        while self._points:
+            owner, name, previous, wrapped = self._points.pop()
+            if vars(owner).get(name) is not wrapped:
+                continue
+            if previous is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, previous)
+
+
+_ABSENT = object()

@@ -1,0 +1,337 @@
+"""Rows of each running request, by position: gaps, overwrites, completeness, what preemption keeps.
+
+    first = table.extend(batch)              # when a step was queued: its rows get numbers, positions point at them
+    table.rows.fill(first, block)            # when its bytes have arrived, in any order of steps
+    table.finish("request-7", 96)            # int16[95, M, K]
+
+Each position 0 .. end - 1 of a request points at one row of a `RowLog`, and no two positions at the same one. The
+pointers stand in pages of 256: that of position p of request r is `pointers[table[r, p // 256] + p % 256]`. A step is
+a few numpy calls whatever the number of requests and their lengths.
+
+Legend: T tokens in the step, L decoder layers, M stored (MoE) layers, K top-k, E experts, S slots.
+"""
+
+from collections.abc import Hashable, Iterable, Sequence
+from itertools import repeat
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from r3_pass.errors import MissingRoutes
+from r3_pass.runtime.rows import Numbers, RowLog, Rows
+
+_PAGE_BITS = 8
+_PAGE = 1 << _PAGE_BITS
+
+# The pointer of a position without a row.
+_NONE = -1
+
+# Per-request state has a first entry that is nobody's and stays empty: a request never seen has its end, 0.
+_NOBODY = 0
+
+
+class Segment(NamedTuple):
+    """`length` tokens of one request in a step, from position `start` on."""
+
+    request_id: Hashable
+    start: int
+    length: int
+
+
+class SegmentBatch:
+    """The segments of a step as columns; the tokens of each follow those of the one before it.
+
+    A snapshot: the caller may reuse its arrays at once. Steps that pass the same requests in the same order are
+    cheapest.
+
+    Args:
+        request_ids: each at most once (checked by `SequenceTable`).
+        starts: int[n], first position of each.
+        lengths: int[n], number of tokens of each.
+
+    Raises: ValueError if the columns differ in length, are not integers, a start is negative or a length below 1.
+    """
+
+    __slots__ = ("lengths", "num_tokens", "request_ids", "starts", "stops")
+
+    def __init__(self, request_ids: Sequence[Hashable], starts: npt.ArrayLike, lengths: npt.ArrayLike) -> None:
+        self.request_ids = tuple(request_ids)
+        self.starts = _column("starts", starts, len(self.request_ids), minimum=0)
+        self.lengths = _column("lengths", lengths, len(self.request_ids), minimum=1)
+        self.stops = self.starts + self.lengths
+        self.num_tokens = int(np.add.reduce(self.lengths))
+
+    @classmethod
+    def of(cls, segments: "SegmentBatch | Iterable[Segment]") -> "SegmentBatch":
+        """From segments, or a batch as it is."""
+        if isinstance(segments, SegmentBatch):
+            return segments
+        columns = tuple(zip(*segments, strict=True))
+        return cls(*columns) if columns else cls((), (), ())
+
+
+def _column(name: str, values: npt.ArrayLike, count: int, minimum: int) -> Numbers:
+    given = np.asarray(values)
+    if given.shape != (count,):
+        raise ValueError(f"Segments: {name} has shape {given.shape}, expected ({count},), one entry a request.")
+    if count == 0:
+        return np.zeros(0, dtype=np.int64)
+    if given.dtype.kind not in "iu":
+        raise ValueError(f"Segments: {name} has dtype {given.dtype}, expected integers.")
+    column = given.astype(np.int64)
+    if np.minimum.reduce(column) < minimum:
+        raise ValueError(f"Segments: {name}[{column.argmin()}] is {column.min()}, expected at least {minimum}.")
+    return column
+
+
+class SequenceTable:
+    """Request id -> rows by position. Gives out all numbers of its row log; whoever owns the copies fills them.
+
+    Not thread-safe: the session calls it under its lock.
+    """
+
+    def __init__(self, rows: RowLog) -> None:
+        self.rows = rows
+        self._index: dict[Hashable, int] = {}  # request id -> r
+        self._end = np.zeros(1, dtype=np.int64)  # of r: positions with a row
+        self._kept = np.zeros(1, dtype=np.int64)  # of r: positions that preempt froze
+        self._capacity = np.zeros(1, dtype=np.int64)  # of r: positions that its pages hold
+        self._table = np.zeros((1, 1), dtype=np.int64)  # of r: where its pages begin; valid below its capacity
+        self._free_indices: list[int] = []
+        self._pointers = np.zeros(0, dtype=np.int64)  # row numbers; _NONE in free pages and past a request's end
+        self._free_pages: list[int] = []
+        self._resolved_ids: tuple[Hashable, ...] | None = None  # last question to _resolve, None when out of date
+        self._resolved = np.zeros(0, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def __contains__(self, request_id: Hashable) -> bool:
+        return request_id in self._index
+
+    def end(self, request_id: Hashable) -> int:
+        """How many positions have a row; 0 for a request never seen."""
+        return int(self._end[self._index.get(request_id, _NOBODY)])
+
+    def numbers(self, request_id: Hashable) -> Numbers:
+        """Row number of each position below the end, int64[end], a copy. Later steps made higher numbers."""
+        index = self._index.get(request_id, _NOBODY)
+        end = int(self._end[index])
+        pages = self._table[index, : -(-end // _PAGE)] >> _PAGE_BITS
+        pointers: Numbers = self._pointers.reshape(-1, _PAGE)[pages].reshape(-1)
+        return pointers[:end]
+
+    def check(self, batch: SegmentBatch) -> None:
+        """Raise what `extend` would raise now, and change nothing.
+
+        Raises:
+            MissingRoutes: a segment starts past its request's end.
+            ValueError: a request has two segments.
+        """
+        self._match(batch)
+
+    def extend(self, batch: SegmentBatch) -> int:
+        """Point the positions of the segments at new rows, one a token. Nothing is changed if it raises.
+
+        A segment that starts before its request's end replaces the rows from there on, and the request then ends
+        where the segment ends. Positions that `preempt` froze stay, with the row that they have.
+
+        Returns: the number of the first token's row; the others follow, `batch.num_tokens` in all, to be filled.
+        Raises: as `check`.
+        """
+        indices, continues = self._match(batch)
+        if np.minimum.reduce(indices, initial=_NOBODY + 1) == _NOBODY:
+            self._register(batch.request_ids)
+            indices = self._resolve(batch.request_ids)
+        short = batch.stops > self._capacity[indices]
+        if short.any():
+            for i in np.flatnonzero(short).tolist():
+                self._add_pages(int(indices[i]), int(batch.stops[i]))
+        first = self.rows.reserve(batch.num_tokens)
+        numbers = np.arange(first, first + batch.num_tokens)
+        owners, positions = indices, batch.starts
+        if batch.num_tokens > len(indices):
+            owners, positions = _spread(indices, batch.starts, batch.lengths)
+        where = self._where(owners, positions)
+        if continues:
+            self._pointers[where] = numbers
+            self._end[indices] = batch.stops
+        else:
+            self._replace(indices, batch, where, numbers)
+        return first
+
+    def preempt(self, request_id: Hashable, num_tokens: int) -> None:
+        """Freeze the rows that exist of the first `num_tokens - 1` positions: later segments leave them as they are.
+
+        A request never seen has none: nothing happens.
+        """
+        _check_num_tokens(request_id, num_tokens)
+        index = self._index.get(request_id)
+        if index is not None:
+            self._kept[index] = max(int(self._kept[index]), min(int(self._end[index]), num_tokens - 1))
+
+    def finish(self, request_id: Hashable, num_tokens: int) -> Rows:
+        """Hand over the rows of the first `num_tokens - 1` positions, and forget the request.
+
+        Returns: int16[num_tokens - 1, M, K], C-contiguous, read-only.
+        Raises: MissingRoutes if the request is unknown, or has fewer rows: then it stays as it is.
+        """
+        _check_num_tokens(request_id, num_tokens)
+        if request_id not in self._index:
+            raise MissingRoutes(
+                f"Request {request_id!r} is unknown, {num_tokens - 1} rows were expected: no step had a segment of it, "
+                "or it was finished, aborted or dropped before. Pass segments with every step."
+            )
+        end = self.end(request_id)
+        if end < num_tokens - 1:
+            raise MissingRoutes(
+                f"Request {request_id!r} finishes with {num_tokens} tokens: {num_tokens - 1} rows were expected, {end} "
+                f"exist. Position {end} was in no segment and no prefix_hit. The request stays registered: "
+                "abort(request_id, num_tokens) returns the rows that exist."
+            )
+        return self._hand_over(request_id, num_tokens - 1)
+
+    def abort(self, request_id: Hashable, num_tokens: int) -> Rows:
+        """As `finish`, with as many of those rows as exist: none of a request never seen."""
+        _check_num_tokens(request_id, num_tokens)
+        return self._hand_over(request_id, min(self.end(request_id), num_tokens - 1))
+
+    def drop(self, request_id: Hashable) -> None:
+        """Forget the request and its rows, if it is known. Rows on their way then attach to nothing."""
+        index = self._index.get(request_id)
+        if index is None:
+            return
+        self.rows.free(self.numbers(request_id))
+        pages = self._table[index, : self._capacity[index] >> _PAGE_BITS] >> _PAGE_BITS
+        self._pointers.reshape(-1, _PAGE)[pages] = _NONE
+        self._free_pages += pages.tolist()
+        self._end[index] = self._kept[index] = self._capacity[index] = 0
+        self._free_indices.append(index)
+        del self._index[request_id]
+        self._resolved_ids = None
+
+    def clear(self) -> None:
+        """Forget all requests."""
+        for request_id in tuple(self._index):
+            self.drop(request_id)
+
+    def _hand_over(self, request_id: Hashable, num_rows: int) -> Rows:
+        rows = self.rows.take(self.numbers(request_id)[:num_rows])
+        rows.flags.writeable = False
+        self.drop(request_id)
+        return rows
+
+    def _resolve(self, request_ids: tuple[Hashable, ...]) -> Numbers:
+        """The index of each request, _NOBODY if never seen. Decode steps ask for the same requests again and again."""
+        if request_ids != self._resolved_ids:
+            if len(set(request_ids)) < len(request_ids):
+                twice = next(request_id for i, request_id in enumerate(request_ids) if request_id in request_ids[:i])
+                raise ValueError(f"Request {twice!r} has two segments in one step, expected one of all its tokens.")
+            found = map(self._index.get, request_ids, repeat(_NOBODY))
+            self._resolved = np.fromiter(found, dtype=np.int64, count=len(request_ids))
+            self._resolved_ids = request_ids
+        return self._resolved
+
+    def _match(self, batch: SegmentBatch) -> tuple[Numbers, bool]:
+        """The index of each request, and whether every segment starts at its request's end. Raises as `check`."""
+        indices = self._resolve(batch.request_ids)
+        ends = self._end[indices]
+        if (batch.starts == ends).all():
+            return indices, True
+        gaps = np.flatnonzero(batch.starts > ends)
+        if len(gaps):
+            i = int(gaps[0])
+            raise MissingRoutes(
+                f"Request {batch.request_ids[i]!r}: position {ends[i]} comes next, the segment starts at "
+                f"{batch.starts[i]}. Report what a prefix cache skipped with prefix_hit(request_id, start, slots) "
+                "before the step."
+            )
+        return indices, False
+
+    def _where(self, owners: Numbers, positions: Numbers) -> Numbers:
+        """Where the pointers of these positions of these requests stand."""
+        begins: Numbers = self._table[owners, positions >> _PAGE_BITS]
+        return begins + (positions & (_PAGE - 1))
+
+    def _replace(self, indices: Numbers, batch: SegmentBatch, where: Numbers, numbers: Numbers) -> None:
+        """`extend` where some segments start before their request's end."""
+        kept = self._kept[indices]
+        first = np.maximum(batch.starts, kept)
+        old = self._where(*_spread(indices, first, np.maximum(self._end[indices] - first, 0)))
+        self.rows.free(self._pointers[old])
+        self._pointers[old] = _NONE
+        # Whatever still has a row now is frozen.
+        frozen = self._pointers[where] != _NONE
+        self.rows.free(numbers[frozen])
+        self._pointers[where[~frozen]] = numbers[~frozen]
+        self._end[indices] = np.maximum(batch.stops, kept)
+
+    def _register(self, request_ids: tuple[Hashable, ...]) -> None:
+        for request_id in request_ids:
+            if request_id in self._index:
+                continue
+            if not self._free_indices:
+                size = len(self._end)
+                self._free_indices += range(2 * size - 1, size - 1, -1)
+                self._end, self._kept, self._capacity, self._table = (
+                    np.concatenate((of, np.zeros_like(of)))
+                    for of in (self._end, self._kept, self._capacity, self._table)
+                )
+            self._index[request_id] = self._free_indices.pop()
+        self._resolved_ids = None
+
+    def _add_pages(self, index: int, stop: int) -> None:
+        """Give the request at `index` pages for its positions below `stop`."""
+        have = int(self._capacity[index]) >> _PAGE_BITS
+        need = -(-stop // _PAGE)
+        while need > self._table.shape[1]:
+            self._table = np.concatenate((self._table, np.zeros_like(self._table)), axis=1)
+        while need - have > len(self._free_pages):
+            size = max(len(self._pointers), _PAGE)
+            self._free_pages += range((len(self._pointers) + size) // _PAGE - 1, len(self._pointers) // _PAGE - 1, -1)
+            self._pointers = np.concatenate((self._pointers, np.full(size, _NONE)))
+        pages = [self._free_pages.pop() for _ in range(need - have)]
+        self._table[index, have:need] = np.multiply(pages, _PAGE)
+        self._capacity[index] = need * _PAGE
+
+    def check_integrity(self) -> None:
+        """Assert every invariant, those of the row log too. For tests: looks at all rows."""
+        self.rows.check_integrity()
+        indices = sorted(self._index.values())
+        assert sorted([_NOBODY, *indices, *self._free_indices]) == list(range(len(self._end)))
+        for unused in (_NOBODY, *self._free_indices):
+            assert self._end[unused] == self._kept[unused] == self._capacity[unused] == 0
+        pages = list(self._free_pages)
+        numbers = []
+        past_end = [self._pointers.reshape(-1, _PAGE)[pages].reshape(-1)]
+        for request_id, index in self._index.items():
+            end, capacity = int(self._end[index]), int(self._capacity[index])
+            assert 0 <= self._kept[index] <= end <= capacity and capacity % _PAGE == 0
+            begins = self._table[index, : capacity // _PAGE]
+            assert not (begins % _PAGE).any()
+            pages += (begins // _PAGE).tolist()
+            pointers = self._pointers[self._where(np.full(capacity, index), np.arange(capacity))]
+            assert np.array_equal(pointers[:end], self.numbers(request_id)) and (np.diff(pointers[:end]) > 0).all()
+            numbers.append(pointers[:end])
+            past_end.append(pointers[end:])
+        assert sorted(pages) == list(range(len(self._pointers) // _PAGE))
+        assert (np.concatenate(past_end) == _NONE).all()
+        assert self.rows.are_alive(np.concatenate([np.zeros(0, dtype=np.int64), *numbers]))
+        if self._resolved_ids is not None:
+            assert self._resolved.tolist() == [
+                self._index.get(request_id, _NOBODY) for request_id in self._resolved_ids
+            ]
+
+
+def _spread(indices: Numbers, starts: Numbers, lengths: Numbers) -> tuple[Numbers, Numbers]:
+    """Owner and position of each token: every position start .. start + length - 1 of each request in turn."""
+    before = np.cumsum(lengths) - lengths
+    positions = np.repeat(starts - before, lengths)
+    positions += np.arange(len(positions))
+    return np.repeat(indices, lengths), positions
+
+
+def _check_num_tokens(request_id: Hashable, num_tokens: int) -> None:
+    if num_tokens < 1:
+        raise ValueError(f"Request {request_id!r}: num_tokens is {num_tokens}, expected at least 1.")

@@ -1,0 +1,293 @@
+"""Reading an FX graph: who produced a value, who uses it, how an operator is spelled, what a shape is.
+
+A Dynamo graph is not normalised: `torch.topk(x, 2)`, `x.topk(k=2)` and `aten.topk.default` are one operator, arguments come
+by position or keyword, in-place operators return the tensor that they change, and activation checkpointing nests
+subgraphs. `DataFlow` hides all of that: `inputs` and `users` see through in-place updates and into nested graphs.
+
+Legend: T tokens in the step, E experts, K top-k.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+Dim = Any  # int, or the sympy expression of a symbolic size: compared without adding guards
+
+_SYNONYMS = {
+    "multiply": "mul", "imul": "mul", "rmul": "mul", "iadd": "add", "radd": "add", "isub": "sub", "subtract": "sub", "rsub": "sub",
+    "truediv": "div", "itruediv": "div", "true_divide": "div", "divide": "div", "ifloordiv": "floordiv", "floor_divide": "floordiv",
+    "imod": "mod", "remainder": "mod", "fmod": "mod", "iand": "and", "and": "and", "or": "or", "ior": "or", "bitwise_and": "and",
+    "bitwise_or": "or", "logical_and": "and", "logical_or": "or", "invert": "not", "logical_not": "not", "bitwise_not": "not",
+    "neg": "neg", "negative": "neg", "is_scatter": "scatter", "concat": "cat", "concatenate": "cat", "view_as": "view",
+    "reshape_as": "view", "reshape": "view", "unsafe_view": "view", "flatten": "view", "unflatten": "view", "squeeze": "view",
+    "unsqueeze": "view", "ravel": "view", "swapaxes": "transpose", "swapdims": "transpose", "moveaxis": "movedim", "absolute": "abs",
+    "imatmul": "matmul", "index": "getitem", "greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le",
+    "not_equal": "ne", "softmax_": "softmax", "special_softmax": "softmax", "grouped_mm_fallback": "grouped_mm",
+}  # fmt: skip
+_INPLACE_OPERATORS = {
+    operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod, operator.iand, operator.ior,
+}  # fmt: skip
+CREATION = frozenset(
+    "zeros ones full empty arange zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty rand randn randint "
+    "rand_like randn_like randint_like eye tensor scalar_tensor linspace size shape numel dim sym_size stride".split()
+)
+"""Operators whose result depends on the shape of their inputs at most, never on their values."""
+
+CONTRACTIONS = frozenset("linear matmul mm bmm mv addmm baddbmm einsum tensordot bilinear grouped_mm scaled_mm dot".split())
+"""Operators that multiply and sum over a shared dimension."""
+
+
+def spelling(node: fx.Node) -> str:
+    """The operator's one name: `torch.topk`, `.topk` and `aten.topk.default` are all "topk"; custom ops keep "ns::name"."""
+    if node.op == "call_method":
+        name = str(node.target)
+    elif node.op == "call_function":
+        target = node.target
+        if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+            namespace, _, name = str(getattr(target, "_qualified_op_name", None) or target._schema.name).partition("::")
+            if namespace not in ("aten", "prims"):
+                return f"{namespace}::{name.split('.')[0]}"
+            name = name.split(".")[0]
+        else:
+            name = getattr(target, "__name__", str(target))
+    else:
+        return node.op
+    name = name.strip("_") if name.startswith("__") else name.lstrip("_").rstrip("_")
+    return _SYNONYMS.get(name, name)
+
+
+def is_opaque(node: fx.Node) -> bool:
+    """True for a custom operator: its inputs are known, what it does with them is not."""
+    return node.op == "call_function" and "::" in spelling(node)
+
+
+def is_inplace(node: fx.Node) -> bool:
+    """True if the node changes its first argument and returns it (or, for `setitem`, returns nothing)."""
+    if node.op == "call_method":
+        name = str(node.target)
+        return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    if node.op != "call_function":
+        return False
+    if node.target is operator.setitem or node.target in _INPLACE_OPERATORS:
+        return True
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        alias = target._schema.arguments[0].alias_info if target._schema.arguments else None
+        return bool(alias is not None and alias.is_write) and target.namespace == "aten"
+    name = getattr(target, "__name__", "")
+    return name.endswith("_") and not name.endswith("__")
+
+
+def argument(node: fx.Node, position: int, *names: str, default: Any = None) -> Any:
+    """An argument given by position or by any of its keyword names."""
+    if len(node.args) > position:
+        return node.args[position]
+    for name in names:
+        if name in node.kwargs:
+            return node.kwargs[name]
+    return default
+
+
+def value(node: fx.Node) -> Any:
+    """What tracing saw for this node: a fake tensor, a tuple of them, a symbolic size, or None."""
+    found = node.meta.get("example_value")
+    return node.meta.get("val") if found is None else found
+
+
+def is_tensor(node: Any) -> bool:
+    return isinstance(node, fx.Node) and isinstance(value(node), torch.Tensor)
+
+
+def dims(node: fx.Node) -> tuple[Dim, ...]:
+    """The shape as ints and sympy expressions; () for what is no tensor. Comparing them never adds a guard."""
+    seen = value(node)
+    if seen is None and node.target is operator.setitem and isinstance(node.args[0], fx.Node):
+        return dims(node.args[0])
+    if not isinstance(seen, torch.Tensor):
+        return ()
+    return tuple(plain(s) for s in seen.shape)
+
+
+def plain(size: Any) -> Dim:
+    """An int, or the sympy expression of a symbolic size."""
+    if isinstance(size, torch.SymInt):
+        expression = size.node.expr
+        return int(expression) if expression.is_number else expression
+    return size
+
+
+def product(sizes: Sequence[Dim]) -> Dim:
+    total: Dim = 1
+    for size in sizes:
+        total = total * size
+    return total
+
+
+def subgraph_of(node: fx.Node) -> fx.GraphModule | None:
+    """The nested graph that a higher-order operator (activation checkpoint, regional compilation) calls, else None."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.HigherOrderOperator):
+        return None
+    for arg in node.args:
+        if isinstance(arg, fx.Node) and arg.op == "get_attr":
+            module = node.graph.owning_module
+            found = getattr(module, str(arg.target), None) if module is not None else None
+            if isinstance(found, fx.GraphModule):
+                return found
+    return None
+
+
+class DataFlow:
+    """Producers and consumers of every value in a graph and in the graphs nested in it.
+
+    `inputs(node)` are the values that the node reads *as they are when it reads them*: after `mask.scatter_(...)` a reader of
+    `mask` has the `scatter_` as its producer. `users(node)` is the inverse. Values cross the border of a nested graph as if the
+    graph were inlined; a nested graph that is called several times is read as its first call (`calls` lists them all).
+
+    Args:
+        graph: read only; nodes carry `meta["example_value"]` (Dynamo) or `meta["val"]` (AOT).
+        is_weight: whether a placeholder holds a weight (parameter or buffer of the model) rather than data.
+    """
+
+    def __init__(self, graph: fx.Graph, is_weight: Any) -> None:
+        self.order: dict[fx.Node, int] = {}
+        self.nodes: list[fx.Node] = []
+        self.calls: dict[fx.Graph, list[fx.Node]] = {}
+        self.outputs: set[fx.Node] = set()
+        self._inputs: dict[fx.Node, tuple[fx.Node, ...]] = {}
+        self._users: dict[fx.Node, list[fx.Node]] = {}
+        self._alias: dict[fx.Node, fx.Node] = {}
+        self._latest: dict[fx.Node, fx.Node] = {}
+        self._kinds: dict[fx.Node, str] = {}
+        self._is_weight = is_weight
+        self.graph = graph
+        self._read(graph, {})
+
+    # ---- construction -------------------------------------------------------------------------------------------
+    def _read(self, graph: fx.Graph, outer: dict[fx.Node, fx.Node]) -> None:
+        for node in graph.nodes:
+            if node in outer:
+                self._alias[node] = outer[node]
+                continue
+            nested = subgraph_of(node)
+            if nested is not None:
+                self.calls.setdefault(nested.graph, []).append(node)
+                if len(self.calls[nested.graph]) == 1:
+                    arguments = [a for a in node.args if not (isinstance(a, fx.Node) and a.op == "get_attr") and not isinstance(a, str)]
+                    inner = [p for p in nested.graph.nodes if p.op == "placeholder"]
+                    tensors = arguments[-len(inner) :] if inner else []
+                    bound = {p: a for p, a in zip(inner, tensors, strict=False) if isinstance(a, fx.Node)}
+                    self._read(nested.graph, {p: self.resolve(a) for p, a in bound.items()})
+            self._add(node, top=graph is self.graph)
+
+    def _add(self, node: fx.Node, top: bool) -> None:
+        if node.op == "output" and not top:
+            return
+        if node.op == "call_function" and node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+            nested = subgraph_of(node.args[0])
+            if nested is not None and isinstance(node.args[1], int):
+                results = next(n for n in nested.graph.nodes if n.op == "output").args[0]
+                item = results[node.args[1]] if isinstance(results, tuple | list) else results
+                if isinstance(item, fx.Node) and len(self.calls[nested.graph]) == 1:
+                    self._alias[node] = self.resolve(item)
+                    return
+        self.order[node] = len(self.nodes)
+        self.nodes.append(node)
+        read = tuple(dict.fromkeys(self._current(self.resolve(n)) for n in node.all_input_nodes))
+        self._inputs[node] = read
+        for source in read:
+            self._users.setdefault(source, []).append(node)
+        if node.op == "output":
+            self.outputs.update(read)
+        if is_inplace(node) and isinstance(node.args[0], fx.Node):
+            for base in self._bases(self.resolve(node.args[0])):
+                self._latest[base] = node
+
+    def _bases(self, node: fx.Node) -> Iterator[fx.Node]:
+        """The node and what it is a view of: an in-place update changes them all."""
+        while True:
+            yield node
+            if node.op not in ("call_function", "call_method") or not node.args or not isinstance(node.args[0], fx.Node):
+                return
+            viewing = spelling(node) in ("view", "transpose", "permute", "expand", "t", "select", "narrow", "detach") or (
+                spelling(node) == "getitem" and is_tensor(node.args[0]) and not any(is_tensor(n) for n in node.all_input_nodes[1:])
+            )
+            if not viewing and not is_inplace(node):
+                return
+            node = self.resolve(node.args[0])
+
+    def _current(self, node: fx.Node) -> fx.Node:
+        return self._latest.get(node, node)
+
+    # ---- reading ------------------------------------------------------------------------------------------------
+    def resolve(self, node: fx.Node) -> fx.Node:
+        """The node that really holds this value: sees through nested graphs' borders."""
+        while node in self._alias:
+            node = self._alias[node]
+        return node
+
+    def inputs(self, node: fx.Node) -> tuple[fx.Node, ...]:
+        return self._inputs.get(node, ())
+
+    def users(self, node: fx.Node) -> Sequence[fx.Node]:
+        return self._users.get(node, ())
+
+    def operand(self, node: fx.Node, arg: Any) -> fx.Node | None:
+        """The producer of one argument of `node`, as `node` reads it; None if the argument is no node."""
+        if not isinstance(arg, fx.Node):
+            return None
+        arg = self.resolve(arg)
+        read = self._inputs.get(node, ())
+        if arg in read:
+            return arg
+        for candidate in read:
+            if is_inplace(candidate) and arg in self._bases(candidate):
+                return candidate
+        return arg
+
+    def kind(self, node: fx.Node) -> str:
+        """ "const" (no values but shapes), "weight" (weights and constants only) or "data" (depends on the call's inputs)."""
+        known = self._kinds.get(node)
+        if known is not None:
+            return known
+        stack = [node]
+        while stack:
+            top = stack[-1]
+            if top in self._kinds:
+                stack.pop()
+                continue
+            if top.op == "placeholder":
+                self._kinds[top] = "weight" if self._is_weight(top) else ("data" if is_tensor(top) else "const")
+            elif top.op == "get_attr":
+                self._kinds[top] = "weight"
+            elif spelling(top) in CREATION:
+                self._kinds[top] = "const"
+            else:
+                waiting = [n for n in self.inputs(top) if n not in self._kinds]
+                if waiting:
+                    stack.extend(waiting)
+                    continue
+                kinds = {self._kinds[n] for n in self.inputs(top)}
+                self._kinds[top] = "data" if "data" in kinds else "weight" if "weight" in kinds else "const"
+            stack.pop()
+        return self._kinds[node]
+
+    def weights(self, node: fx.Node) -> tuple[fx.Node, ...]:
+        """The weight placeholders (or attributes) that a weight-only value is made of."""
+        found: dict[fx.Node, None] = {}
+        stack, seen = [node], {node}
+        while stack:
+            top = stack.pop()
+            if top.op in ("placeholder", "get_attr"):
+                if self.kind(top) == "weight":
+                    found[top] = None
+                continue
+            for source in self.inputs(top):
+                if source not in seen and self.kind(source) == "weight":
+                    seen.add(source)
+                    stack.append(source)
+        return tuple(found)

@@ -1,0 +1,454 @@
+"""From expert ids forwards: do they choose parameters that then multiply the token?
+
+The ids are followed as one of five things, each with few rules of what it may become:
+
+    IDS   expert ids, in any layout: views, casts, arithmetic, clamps, slices, further columns
+    MASK  one-hot, membership, counts, or dense weights [.., E, ..] scattered at the ids
+    PERM  positions: the order that sorts tokens by expert, or the tokens that chose an expert
+    SEL   parameters picked by the ids: `weight[ids]`
+    TOK   tokens picked or masked by expert
+
+and dispatch is proved by one of these events:
+
+    weights   SEL is contracted with the token                       (gathered expert weights)
+    grouped   a grouped or custom product takes tokens, weights and what came from the ids
+    experts   TOK is contracted with several experts' parameters     (loops, capacity buffers)
+    combine   MASK weighs the experts' outputs [.., E, feature]      (dense mixtures)
+    outputs   the ids pick among the experts' outputs [.., E, feature]
+
+Where they pick tokens, positions, rows that are only added up, or are counted or returned, nothing is proved. Ids that leave
+through a graph break prove nothing here and are said to escape: the model's structure has to confirm them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+
+from r3_pass.registry.dataflow import (
+    CONTRACTIONS,
+    CREATION,
+    DataFlow,
+    argument,
+    dims,
+    is_opaque,
+    is_tensor,
+    spelling,
+    value,
+)
+from r3_pass.registry.scores import Root
+
+IDS, MASK, PERM, SEL, TOK, PROD = "IDS", "MASK", "PERM", "SEL", "TOK", "PROD"
+
+_COMPARISONS = frozenset("eq ne gt ge lt le isin".split())
+_SELECTIONS = frozenset("topk argmax argmin max min kthvalue multinomial argsort sort".split())
+_PICKING = frozenset("getitem embedding index_select gather take_along_dim take".split())
+_REARRANGE = frozenset("view transpose permute expand contiguous clone detach to type_as float half bfloat16 long int repeat".split())
+_GROUPED = frozenset(["grouped_mm"])
+
+
+@dataclasses.dataclass
+class Dispatch:
+    """What became of the ids.
+
+    Attributes:
+        events: kinds of proof that were found, with the node of each.
+        weights: weight placeholders that the proofs involve: they belong to the layer's experts.
+        chain: for each IDS value, the IDS value it was made from; the start maps to None.
+        used: IDS values from which a proof was reached.
+        escapes: the ids leave the graph as a result.
+        fates: what else they were used for, in words.
+    """
+
+    events: dict[fx.Node, str] = dataclasses.field(default_factory=dict)
+    weights: dict[fx.Node, None] = dataclasses.field(default_factory=dict)
+    chain: dict[fx.Node, fx.Node | None] = dataclasses.field(default_factory=dict)
+    used: set[fx.Node] = dataclasses.field(default_factory=set)
+    escapes: bool = False
+    fates: dict[str, None] = dataclasses.field(default_factory=dict)
+
+    @property
+    def proved(self) -> bool:
+        return bool(self.events)
+
+
+class _Follow:
+    def __init__(self, flow: DataFlow, ids: Sequence[fx.Node], roots: Sequence[Root], num_experts: Any) -> None:
+        self.flow = flow
+        self.roots = {r.node for r in roots}
+        self.first = min((flow.order[n] for n in (self.roots or set(ids)) if n in flow.order), default=0)
+        self.experts = num_experts
+        self.found = Dispatch(chain=dict.fromkeys(ids))
+        self.labels: dict[fx.Node, set[str]] = {}
+        self.pending: list[tuple[fx.Node, str, fx.Node]] = [(n, IDS, n) for n in ids]  # value, label, the IDS it came from
+        self.vectors: dict[fx.Node, set[fx.Node]] = {}  # two-dimensional SEL: value -> sources
+        self.vector_sources: set[fx.Node] = set()
+        self.vector_hits: list[tuple[fx.Node, fx.Node]] = []
+        self.expert_params: set[tuple[fx.Node, str]] = set()
+        self.expert_hits: list[tuple[fx.Node, fx.Node, fx.Node]] = []
+
+    def run(self) -> Dispatch:
+        seen: set[tuple[fx.Node, str, fx.Node]] = set()
+        while self.pending:
+            item = self.pending.pop()
+            if item in seen or len(seen) > 4000:
+                continue
+            seen.add(item)
+            node, label, origin = item
+            self.labels.setdefault(node, set()).add(label)
+            if node in self.flow.outputs:
+                self._leaves(node, label)
+            for user in self.flow.users(node):
+                if user.op != "output":
+                    getattr(self, f"_{label.lower()}")(node, user, spelling(user), origin)
+        if len(self.expert_params) >= 2:
+            for user, weight, origin in self.expert_hits:
+                self._event(user, "experts", origin, [weight])
+        if len(self.vector_sources) >= 2:
+            for user, origin in self.vector_hits:
+                self._event(user, "weights", origin, list(self.vector_sources))
+        if not self.found.proved and self.vector_sources:
+            self.found.fates["they pick rows of a table (values, codes or embeddings), which no token is multiplied with"] = None
+        return self.found
+
+    # ---- helpers ------------------------------------------------------------------------------------------------
+    def _leaves(self, node: fx.Node, label: str) -> None:
+        if label in (IDS, PERM, TOK) or (label == MASK and len(dims(node)) >= 2):
+            self.found.escapes = True
+        self.found.fates["they are returned" if label == IDS else "what is counted or masked by them is returned"] = None
+
+    def _go(self, node: fx.Node, label: str, origin: fx.Node) -> None:
+        self.pending.append((node, label, origin))
+
+    def _ids_go(self, node: fx.Node, user: fx.Node, origin: fx.Node) -> None:
+        self.found.chain.setdefault(user, origin)
+        self._go(user, IDS, user)
+
+    def _event(self, user: fx.Node, kind: str, origin: fx.Node, weights: Sequence[fx.Node]) -> None:
+        self.found.events[user] = kind
+        step: fx.Node | None = origin
+        while step is not None and step not in self.found.used:
+            self.found.used.add(step)
+            step = self.found.chain.get(step)
+        for source in weights:
+            for weight in self.flow.weights(source):
+                self.found.weights[weight] = None
+
+    def _others(self, user: fx.Node, node: fx.Node) -> list[fx.Node]:
+        return [n for n in self.flow.inputs(user) if n is not node and (is_tensor(n) or spelling(n) == "setitem")]
+
+    def _beyond(self, node: fx.Node) -> bool:
+        """True if the value depends on the token by another way than the router's scores."""
+        if self.flow.kind(node) != "data":
+            return False
+        stack, seen = [node], {node}
+        while stack:
+            top = stack.pop()
+            if top in self.roots or self.flow.kind(top) != "data":
+                continue
+            if top.op == "placeholder" or self.flow.order[top] < self.first:
+                if is_tensor(top) or top.op != "placeholder":
+                    return True
+                continue
+            for source in self.flow.inputs(top):
+                if source not in seen:
+                    seen.add(source)
+                    stack.append(source)
+        return False
+
+    def _made_by_experts(self, node: fx.Node) -> bool:
+        """True if parameters with an expert dimension, or several experts stacked, are contracted on the way to this value."""
+        stack, seen = [node], {node}
+        while stack and len(seen) < 400:
+            top = stack.pop()
+            name = spelling(top)
+            if name in ("stack", "cat") and len(self.flow.inputs(top)) >= 2 and self.experts in (len(self.flow.inputs(top)), None):
+                return True
+            if name in CONTRACTIONS or is_opaque(top):
+                weights = [n for n in self.flow.inputs(top) if self.flow.kind(n) == "weight"]
+                if any(len(dims(w)) >= 3 and self.experts in dims(w) for w in weights):
+                    return True
+            for source in self.flow.inputs(top):
+                if source not in seen and self.flow.order.get(source, 0) > self.first and self.flow.kind(source) == "data":
+                    seen.add(source)
+                    stack.append(source)
+        return False
+
+    def _fused(self, node: fx.Node, user: fx.Node, origin: fx.Node) -> bool:
+        """A custom or grouped product that takes tokens and weights beside what came from the ids."""
+        others = self._others(user, node)
+        weights = [n for n in others if self.flow.kind(n) == "weight" and len(dims(n)) >= 2]
+        tokens = [n for n in others if self._beyond(n) or TOK in self.labels.get(n, ())]
+        picked = [n for n in others if SEL in self.labels.get(n, ())]
+        if tokens and (weights or picked or any(dims(t) == dims(user) and dims(user) for t in tokens)):
+            self._event(user, "grouped", origin, weights)
+            return True
+        return False
+
+    # ---- one rule set for each label ----------------------------------------------------------------------------
+    def _ids(self, node: fx.Node, user: fx.Node, name: str, origin: fx.Node) -> None:
+        others = self._others(user, node)
+        if is_opaque(user) or name in _GROUPED:
+            if not self._fused(node, user, origin):
+                self._ids_go(node, user, origin)
+            return
+        if name in ("sort", "argsort", "unique_consecutive", "unique", "msort"):
+            if name == "argsort":
+                self._go(user, PERM, origin)
+            for item in self.flow.users(user):
+                if spelling(item) == "getitem" and item.args[1] == 0:
+                    self._ids_go(node, item, origin)
+                elif spelling(item) == "getitem":
+                    self._go(item, PERM, origin)
+            if name == "msort":
+                self._ids_go(node, user, origin)
+            return
+        if name in _COMPARISONS or name in ("one_hot", "bincount", "histc", "bucketize"):
+            self._go(user, MASK, origin)
+            return
+        if name in ("nonzero", "where") and len(others) == 0:
+            self._go(user, PERM, origin)
+            return
+        if name in ("scatter", "scatter_add", "scatter_reduce", "index_add", "index_put", "index_fill", "setitem", "index_copy"):
+            self._scattered(node, user, name, origin)
+            return
+        if name in _PICKING and self._picks(node, user, name, origin):
+            return
+        if name in _SELECTIONS or name in CONTRACTIONS or name in CREATION:
+            return
+        if is_tensor(user) and (value(user).dtype.is_floating_point is False or name in _REARRANGE):
+            if name in ("cumsum", "sum", "prod", "any", "all"):
+                self._go(user, MASK, origin)
+            else:
+                self._ids_go(node, user, origin)
+        elif name in ("chunk", "split", "unbind"):
+            for item in self.flow.users(user):
+                self._ids_go(node, item, origin)
+
+    def _scattered(self, node: fx.Node, user: fx.Node, name: str, origin: fx.Node) -> None:
+        target = self.flow.operand(user, user.args[0]) if user.args else None
+        if target is node:
+            return
+        self._go(user, MASK, origin)
+
+    def _picks(self, node: fx.Node, user: fx.Node, name: str, origin: fx.Node) -> bool:
+        """`source[ids]` in all its spellings; False if the ids are the source here."""
+        source_at, index_at = (1, 0) if name == "embedding" else (0, 2 if name in ("gather", "index_select") else 1)
+        source = self.flow.operand(user, argument(user, source_at, "weight" if name == "embedding" else "input", "self"))
+        index = argument(user, index_at, "input" if name == "embedding" else "index", "indices")
+        if name == "gather" and not isinstance(index, fx.Node):
+            index = argument(user, 1, "dim")
+        if source is node or source is None:
+            if name == "gather" or name == "take_along_dim":  # ids of ids: a second selection picks among them
+                self._ids_go(node, user, origin)
+                return True
+            return False
+        kind = self.flow.kind(source)
+        if kind == "const" or (kind == "weight" and is_tensor(source) and not value(source).dtype.is_floating_point and len(dims(source)) == 1):
+            self._ids_go(node, user, origin)  # a table from logical to physical ids, or back
+        elif kind == "weight":
+            self._go(user, SEL, origin)
+            if len(dims(source)) < 3:
+                self.vectors.setdefault(user, set()).add(source)
+                self.vector_sources.add(source)
+        elif self._beyond(source):
+            axis = argument(user, 1, "dim") if name in ("gather", "index_select") else argument(user, 2, "dim")
+            position = axis if isinstance(axis, int) else _indexed_dimension(user, node, self.flow)
+            shape = dims(source)
+            expert_axis = position is not None and shape and shape[position % len(shape)] == self.experts
+            if expert_axis and len(shape) >= 3 and self._made_by_experts(source):
+                self._event(user, "outputs", origin, [])
+            elif IDS in self.labels.get(source, ()):
+                self._ids_go(node, user, origin)
+            else:
+                self.found.fates["they index activations (tokens, positions, keys or classes), not parameters"] = None
+        return True
+
+    def _mask(self, node: fx.Node, user: fx.Node, name: str, origin: fx.Node) -> None:
+        others = self._others(user, node)
+        if is_opaque(user) or name in _GROUPED:
+            if not self._fused(node, user, origin):
+                self._go(user, MASK, origin)
+            return
+        if name in ("nonzero", "where", "argwhere") and not others:
+            self._go(user, PERM, origin)
+            for item in self.flow.users(user):
+                self._go(item, PERM, origin)
+            return
+        if name in _SELECTIONS:
+            self.found.fates["they mask another selection (a group, or a choice already made)"] = None
+            return
+        tokens = [n for n in others if self._beyond(n)]
+        if name in ("getitem", "masked_select", "index_select") and tokens and self.flow.operand(user, user.args[0]) in tokens:
+            self._go(user, TOK, origin)
+            return
+        if name in CREATION:
+            return
+        if not tokens:
+            weights = [n for n in others if self.flow.kind(n) == "weight" and len(dims(n)) >= 2]
+            if name in CONTRACTIONS and weights:
+                self._go(user, SEL, origin)
+                for weight in weights:
+                    if len(dims(weight)) < 3:
+                        self.vectors.setdefault(user, set()).add(weight)
+                        self.vector_sources.add(weight)
+            elif name in ("chunk", "split", "unbind"):
+                for item in self.flow.users(user):
+                    self._go(item, MASK, origin)
+            elif is_tensor(user) or name == "setitem":
+                self._go(user, MASK, origin)
+            return
+        for partner in tokens:
+            if name in CONTRACTIONS:
+                self._weighs(user, partner, origin)
+            elif name in ("mul", "where", "masked_fill", "div") and len(dims(user)) >= 1:
+                have, mine = dims(partner), dims(node)
+                spreads = bool(mine) and bool(have) and have[-1] != 1 and (mine[-1] == 1 or len(mine) < len(have))
+                if spreads or TOK in self.labels.get(partner, ()):
+                    self._weighs(user, partner, origin)
+
+    def _weighs(self, user: fx.Node, partner: fx.Node, origin: fx.Node) -> None:
+        if self._made_by_experts(partner):
+            self._event(user, "combine", origin, [])
+        else:
+            self._go(user, TOK, origin)
+            if self.flow.order[partner] > self.first and self._own_expert(partner):
+                self.expert_params.add((partner, ""))
+                self.expert_hits.append((user, partner, origin))
+
+    def _own_expert(self, partner: fx.Node) -> bool:
+        """True if the value is what one expert makes of the token: contracted with a weight since the router."""
+        stack, seen = [partner], {partner}
+        while stack and len(seen) < 60:
+            top = stack.pop()
+            if spelling(top) in CONTRACTIONS and any(self.flow.kind(n) == "weight" for n in self.flow.inputs(top)):
+                return True
+            for source in self.flow.inputs(top):
+                if source not in seen and self.flow.order.get(source, 0) > self.first and self.flow.kind(source) == "data":
+                    seen.add(source)
+                    stack.append(source)
+        return False
+
+    def _perm(self, node: fx.Node, user: fx.Node, name: str, origin: fx.Node) -> None:
+        others = self._others(user, node)
+        if is_opaque(user):
+            self._fused(node, user, origin)
+            return
+        if name in _PICKING:
+            source = self.flow.operand(user, argument(user, 1 if name == "embedding" else 0, "input", "self"))
+            if source is node:
+                self._go(user, PERM, origin)
+            elif source is not None and IDS in self.labels.get(source, ()):
+                self._ids_go(node, user, origin)
+            elif source is not None and self._beyond(source):
+                self._go(user, TOK, origin)
+            elif source is not None and self.flow.kind(source) == "const":
+                self._go(user, PERM, origin)
+            elif source is not None and self.flow.kind(source) == "data":
+                for known in self.labels.get(source, ()):
+                    if known in (IDS, MASK):
+                        self._go(user, known, origin)
+            return
+        if name in ("setitem", "scatter", "index_put", "index_copy", "index_add", "scatter_add"):
+            if all(self.flow.kind(n) != "data" for n in others):
+                self._go(user, PERM, origin)
+            return
+        if name in ("argsort", "sort"):
+            self._go(user, PERM, origin)
+            return
+        if name in CONTRACTIONS or name in CREATION:
+            return
+        if is_tensor(user) and not value(user).dtype.is_floating_point:
+            self._go(user, PERM, origin)
+        elif value(user) is not None and not is_tensor(user):
+            for item in self.flow.users(user):
+                self._go(item, PERM, origin)
+
+    def _sel(self, node: fx.Node, user: fx.Node, name: str, origin: fx.Node) -> None:
+        others = self._others(user, node)
+        tokens = [n for n in others if self._beyond(n) or TOK in self.labels.get(n, ()) or PROD in self.labels.get(n, ())]
+        vector = self.vectors.get(node)
+        if (name in CONTRACTIONS or is_opaque(user)) and tokens:
+            self._event(user, "weights", origin, [node]) if vector is None else self.vector_hits.append((user, origin))
+            if vector is None:
+                self.found.weights.update(dict.fromkeys(w for s in self._picked_from(node) for w in self.flow.weights(s)))
+            return
+        if name == "mul" and tokens:
+            self._go(user, PROD, origin)
+            if vector is not None:
+                self.vectors.setdefault(user, set()).update(vector)
+            return
+        if tokens or name in CREATION or (name in CONTRACTIONS and any(self.flow.kind(n) == "weight" for n in others)):
+            return
+        results = [user] if is_tensor(user) else list(self.flow.users(user))
+        for result in results:
+            if vector is not None:
+                self.vectors.setdefault(result, set()).update(vector)
+            self._go(result, SEL, origin)
+
+    def _picked_from(self, node: fx.Node) -> list[fx.Node]:
+        """The parameters that a SEL value was picked from."""
+        stack, seen, found = [node], {node}, []
+        while stack:
+            top = stack.pop()
+            for source in self.flow.inputs(top):
+                if self.flow.kind(source) == "weight" and len(dims(source)) >= 2:
+                    found.append(source)
+                elif source not in seen and SEL in self.labels.get(source, ()):
+                    seen.add(source)
+                    stack.append(source)
+        return found
+
+    def _prod(self, node: fx.Node, user: fx.Node, name: str, origin: fx.Node) -> None:
+        if name in ("sum", "mean"):
+            if node in self.vectors:
+                self.vector_hits.append((user, origin))
+            else:
+                self._event(user, "weights", origin, [])
+        elif name in _REARRANGE:
+            self._go(user, PROD, origin)
+            if node in self.vectors:
+                self.vectors.setdefault(user, set()).update(self.vectors[node])
+
+    def _tok(self, node: fx.Node, user: fx.Node, name: str, origin: fx.Node) -> None:
+        others = self._others(user, node)
+        if is_opaque(user) or name in CONTRACTIONS:
+            weights = [n for n in others if self.flow.kind(n) == "weight" and len(dims(n)) >= 2]
+            if any(len(dims(w)) >= 3 and self.experts in dims(w) for w in weights) and name not in _GROUPED:
+                self._event(user, "experts", origin, weights)
+            elif weights and name not in _GROUPED:
+                for weight in weights:
+                    self.expert_params.add((weight, str(weight.args[1:]) if spelling(weight) == "getitem" else ""))
+                    self.expert_hits.append((user, weight, origin))
+            return
+        if name in _SELECTIONS or name in CREATION or name in ("sum", "mean", "index_add", "scatter_add", "index_copy", "add", "setitem"):
+            return
+        results = [user] if is_tensor(user) else list(self.flow.users(user))
+        for result in results:
+            self._go(result, TOK, origin)
+
+
+def _indexed_dimension(user: fx.Node, ids: fx.Node, flow: DataFlow) -> int | None:
+    """Which dimension of `source[a, b, ids]` the ids index."""
+    if spelling(user) != "getitem":
+        return None
+    index = user.args[1]
+    for position, item in enumerate(index if isinstance(index, tuple | list) else (index,)):
+        if isinstance(item, fx.Node) and flow.operand(user, item) is ids:
+            return position
+    return None
+
+
+def follow_ids(flow: DataFlow, ids: Sequence[fx.Node], roots: Sequence[Root], num_experts: Any) -> Dispatch:
+    """Follow expert ids to what they are used for.
+
+    Args:
+        ids: the values that hold the ids, as the selection returned them.
+        roots: the router products behind the selection (see `scores.trace_scores`); values that depend on the token only
+            through them are weights, not tokens.
+        num_experts: E, an int; None if not known (a table of ids).
+    """
+    return _Follow(flow, ids, roots, num_experts).run()

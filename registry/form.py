@@ -1,0 +1,64 @@
+"""What a routing form is: how one spelling of "choose k of E" is recognised.
+
+A form only says what an operator chooses and where its ids are. That the scores are a router's, and that the ids choose
+parameters, is proved by the matcher for every form alike (`scores.py`, `dispatch.py`), so a form is a dozen lines.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from torch import fx
+
+from r3_pass.registry.dataflow import DataFlow, dims, spelling
+
+
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """One choice that an operator makes.
+
+    Attributes:
+        node: the operator.
+        scores: what it selects over, [..., E, ...]; None for ids that are looked up, not selected.
+        dim: the dimension of `scores` that it runs over.
+        ids: the values that hold the chosen ids, equal ones if several, [..., k] or [...] for k = 1.
+        needs_slice: the operator orders all E; the routing is the slice that follows.
+        alone: False if several such choices of one router make up the k columns together (repeated argmax).
+    """
+
+    node: fx.Node
+    scores: fx.Node | None
+    dim: int
+    ids: tuple[fx.Node, ...]
+    needs_slice: bool = False
+    alone: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class RoutingForm:
+    """A named way to spell a selection.
+
+    Attributes:
+        name: the last part of the form's name in reports ("softmax_topk" is softmax scores with this form "topk").
+        find: returns what the node selects, or None if the node is not of this form. Must not change the graph.
+        source: where this spelling is known from.
+    """
+
+    name: str
+    find: Callable[[DataFlow, fx.Node], Selection | None]
+    source: str = ""
+
+
+def items(flow: DataFlow, node: fx.Node, index: int) -> tuple[fx.Node, ...]:
+    """The values `node[index]` of an operator that returns several tensors."""
+    names = {0: ("values",), 1: ("indices",)}.get(index, ())
+    return tuple(
+        user
+        for user in flow.users(node)
+        if (spelling(user) == "getitem" and user.args[1] == index) or (spelling(user) == "getattr" and user.args[1] in names)
+    )
+
+
+def rank(node: fx.Node) -> int:
+    return len(dims(node))

@@ -1,0 +1,416 @@
+"""From a selection backwards: which linear made the scores that it selects over.
+
+The *span* is the run of dimensions of a value that the selection runs over: one dimension mostly, two where a grouped router
+views `[T, E]` as `[T, G, E/G]`. Every operator either passes the span to its inputs, or is the root (a product with a
+weight whose free dimension is the span), or ends the search with a reason.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from r3_pass.registry.dataflow import CREATION, DataFlow, Dim, argument, dims, is_opaque, is_tensor, plain, product, spelling, value
+
+Span = tuple[int, int]  # first and last dimension, both included
+
+_REDUCTIONS = frozenset("sum mean amax amin max min prod logsumexp norm std var median nansum nanmean vector_norm any all".split())
+_ORDERING = frozenset("sort argsort cumsum cumprod cummax cummin flip roll msort diff unfold multinomial bincount histc one_hot".split())
+_MULTIPLIES = frozenset("mul sub".split())
+_NODE_BUDGET = 600
+
+
+@dataclasses.dataclass(frozen=True)
+class Root:
+    """Where router scores come from: a product of data with a weight, or a graph input if the product is in another graph.
+
+    Attributes:
+        node: the product (or the placeholder).
+        weights: placeholders of the weight; empty for a graph input.
+        width: size of the product's expert dimension, at least the number of experts that are selected over.
+    """
+
+    node: fx.Node
+    weights: tuple[fx.Node, ...]
+    width: Dim
+
+
+@dataclasses.dataclass
+class Trace:
+    """What lies between a selection and its roots."""
+
+    roots: list[Root] = dataclasses.field(default_factory=list)
+    passed: list[fx.Node] = dataclasses.field(default_factory=list)
+    couples_tokens: fx.Node | None = None
+    over_tokens: bool = False
+    dead_ends: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def why_not(self) -> str:
+        return self.dead_ends[0] if self.dead_ends else "no path from a linear to the selected scores"
+
+
+def trace_scores(flow: DataFlow, scores: fx.Node, dim: int) -> Trace:
+    """Follow the selected dimension of `scores` back to the linears that made it.
+
+    Args:
+        scores: the value that the selection reads, [..., E, ...].
+        dim: the dimension that the selection runs over (may be negative).
+    """
+    trace = Trace()
+    shape = dims(scores)
+    if not shape:
+        trace.dead_ends.append("the shape of the scores is unknown")
+        return trace
+    dim %= len(shape)
+    token_sizes = tuple(s for i, s in enumerate(shape) if i != dim)
+    pending: list[tuple[fx.Node, Span]] = [(scores, (dim, dim))]
+    seen: set[tuple[fx.Node, Span]] = set()
+    while pending:
+        node, span = pending.pop()
+        if (node, span) in seen:
+            continue
+        if len(seen) > _NODE_BUDGET:
+            trace.dead_ends.append(f"the search for a linear passed {_NODE_BUDGET} operators")
+            break
+        seen.add((node, span))
+        if flow.kind(node) != "data":
+            continue
+        trace.passed.append(node)
+        pending.extend(_step(flow, node, span, trace, token_sizes))
+    return trace
+
+
+def _step(flow: DataFlow, node: fx.Node, span: Span, trace: Trace, token_sizes: Sequence[Dim]) -> list[tuple[fx.Node, Span]]:
+    """The inputs that carry the span on; adds a root or a dead end to the trace instead where there is one."""
+    name = spelling(node)
+    shape = dims(node)
+    size = product(shape[span[0] : span[1] + 1]) if shape else None
+    first = flow.operand(node, argument(node, 0, "input", "self"))
+    if node.op == "placeholder":
+        trace.roots.append(Root(node, (), size))
+        return []
+    if name in ("getitem", "getattr"):
+        return _through_getitem(flow, node, span, trace)
+    if name in CREATION or not shape:
+        return []
+    if name in ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm"):
+        return _through_product(flow, node, name, span, trace)
+    if name == "einsum":
+        return _through_einsum(flow, node, span, trace)
+    if name in ("conv1d", "conv2d", "cdist") or (is_opaque(node) and span == (len(shape) - 1, len(shape) - 1)):
+        weights = _weight_operands(flow, node, size)
+        if weights:
+            trace.roots.append(Root(node, weights, size))
+            return []
+        if name.startswith("conv"):
+            trace.dead_ends.append(f"the scores come from a {name}, along another dimension than its output channels")
+            return []
+    if name in _ORDERING:
+        trace.dead_ends.append(f"the scores come out of {name}, which reorders or counts them")
+        return []
+    if first is not None and name in ("view", "transpose", "permute", "movedim", "t", "mT", "T", "adjoint", "numpy_T", "expand"):
+        moved = _through_layout(node, name, span, dims(first), shape)
+        if moved is None:
+            trace.dead_ends.append(f"the selection runs over part or a mixture of the router's outputs ({node.name}: {dims(first)} -> {shape})")
+            return []
+        return [(first, moved)]
+    if name in _REDUCTIONS and first is not None and shape != dims(first):
+        return _through_reduction(flow, node, first, span, trace, token_sizes)
+    if name in ("cat", "stack"):
+        return _through_cat(flow, node, name, span, trace)
+    if name == "gather" or name == "take_along_dim" or name == "index_select":
+        trace.dead_ends.append(f"the scores are picked by {name}, so the selection does not run over a router's outputs")
+        return []
+    if name in ("softmax", "log_softmax", "normalize", "gumbel_softmax"):
+        axis = argument(node, 1, "dim")
+        if isinstance(axis, int) and axis % len(shape) not in range(span[0], span[1] + 1) and shape[axis % len(shape)] in token_sizes:
+            trace.couples_tokens = node
+    if name in ("masked_fill", "scatter", "index_fill", "masked_scatter", "index_put", "setitem", "index_copy") and first is not None:
+        return [(first, span)]
+    return _through_elementwise(flow, node, name, span, shape, trace)
+
+
+def _through_elementwise(
+    flow: DataFlow, node: fx.Node, name: str, span: Span, shape: Sequence[Dim], trace: Trace
+) -> list[tuple[fx.Node, Span]]:
+    """Operators that keep the shape, with broadcasting; a product with a weight that spreads the span is a root."""
+    size = product(shape[span[0] : span[1] + 1])
+    carrying: list[tuple[fx.Node, Span]] = []
+    spread: list[fx.Node] = []
+    for source in flow.inputs(node):
+        have = dims(source)
+        shift = len(shape) - len(have)
+        low, high = span[0] - shift, span[1] - shift
+        if not have or low < 0 or product(have[low : high + 1]) != size:
+            continue
+        if flow.kind(source) == "data":
+            carrying.append((source, (low, high)))
+        elif flow.kind(source) == "weight":
+            spread.append(source)
+    if carrying:
+        return carrying
+    if spread and name in _MULTIPLIES:
+        trace.roots.append(Root(node, tuple(w for s in spread for w in flow.weights(s)), size))
+    else:
+        trace.dead_ends.append(f"{name} ({node.name}) makes the selected dimension from no router output")
+    return []
+
+
+def _through_product(flow: DataFlow, node: fx.Node, name: str, span: Span, trace: Trace) -> list[tuple[fx.Node, Span]]:
+    shape = dims(node)
+    rank = len(shape)
+    offset = 1 if name in ("addmm", "baddbmm") else 0
+    left = flow.operand(node, argument(node, offset, "input", "mat1", "batch1", "self"))
+    right = flow.operand(node, argument(node, offset + 1, "weight", "mat2", "batch2", "other"))
+    if left is None or right is None:
+        return []
+    size = product(shape[span[0] : span[1] + 1])
+    carrier, other = (right, left) if span == (rank - 1, rank - 1) else (left, right)
+    if span[0] != span[1] or span[0] < rank - 2:
+        trace.dead_ends.append(f"the selection runs over a batch dimension of {name} ({node.name})")
+    elif flow.kind(carrier) == "weight" and flow.kind(other) == "data":
+        trace.roots.append(Root(node, flow.weights(carrier), size))
+    elif flow.kind(carrier) == "data" and flow.kind(other) == "weight":
+        trace.over_tokens = True
+        trace.dead_ends.append(f"the selection runs over tokens, not over the outputs of {name} ({node.name})")
+    else:
+        trace.dead_ends.append(f"the scores are a product of two activations ({node.name}: query and key, say), not of a router weight")
+    return []
+
+
+def _through_einsum(flow: DataFlow, node: fx.Node, span: Span, trace: Trace) -> list[tuple[fx.Node, Span]]:
+    equation = argument(node, 0, "equation")
+    operands = list(node.args[1:])
+    if len(operands) == 1 and isinstance(operands[0], list | tuple):
+        operands = list(operands[0])
+    parsed = einsum_letters(equation, [len(dims(o)) if isinstance(o, fx.Node) else 0 for o in operands])
+    if parsed is None or span[0] != span[1]:
+        trace.dead_ends.append(f"einsum {equation!r} ({node.name}) is not understood")
+        return []
+    letters, result = parsed
+    letter = result[span[0]]
+    with_letter = [o for o, used in zip(operands, letters, strict=True) if letter in used]
+    nodes = [flow.operand(node, o) for o in with_letter]
+    weights = [n for n in nodes if n is not None and flow.kind(n) == "weight"]
+    if weights and len(weights) == len(nodes):
+        trace.roots.append(Root(node, tuple(w for n in weights for w in flow.weights(n)), dims(node)[span[0]]))
+    elif any(flow.kind(n) == "weight" for o in operands if (n := flow.operand(node, o)) is not None):
+        trace.over_tokens = True
+        trace.dead_ends.append(f"the selection runs over tokens, not over the outputs of einsum {equation!r} ({node.name})")
+    else:
+        trace.dead_ends.append(f"the scores are a product of activations (einsum {equation!r}, {node.name}), not of a router weight")
+    return []
+
+
+def einsum_letters(equation: Any, ranks: Sequence[int]) -> tuple[list[str], str] | None:
+    """Each operand's and the result's subscripts with "..." written out (upper-case letters); None if not understood."""
+    if not isinstance(equation, str):
+        return None
+    equation = equation.replace(" ", "")
+    left, arrow, result = equation.partition("->")
+    parts = left.split(",")
+    if len(parts) != len(ranks):
+        return None
+    hidden = max((rank - len(part.replace("...", "")) for part, rank in zip(parts, ranks, strict=True) if "..." in part), default=0)
+    spare = [chr(0x391 + i) for i in range(hidden)]
+    written = []
+    for part, rank in zip(parts, ranks, strict=True):
+        count = rank - len(part.replace("...", "")) if "..." in part else 0
+        written.append(part.replace("...", "".join(spare[len(spare) - count :])))
+    if not arrow:
+        joined = "".join(written)
+        result = "".join(spare) + "".join(sorted(c for c in set(joined) if joined.count(c) == 1 and c not in spare))
+    else:
+        result = result.replace("...", "".join(spare))
+    return written, result
+
+
+def _through_getitem(flow: DataFlow, node: fx.Node, span: Span, trace: Trace) -> list[tuple[fx.Node, Span]]:
+    source = flow.operand(node, node.args[0])
+    if source is None:
+        return []
+    if not is_tensor(source):
+        return _through_result(flow, node, source, span, trace)
+    index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    mapping = index_mapping(index, len(dims(source)))
+    if mapping is None:
+        trace.dead_ends.append(f"the scores are picked by an index tensor ({node.name})")
+        return []
+    moved = [mapping[d] for d in range(span[0], span[1] + 1) if d < len(mapping) and mapping[d] is not None]
+    if len(moved) != span[1] - span[0] + 1:
+        trace.dead_ends.append(f"indexing ({node.name}) makes the selected dimension")
+        return []
+    return [(source, (moved[0], moved[-1]))]  # type: ignore[list-item]  # the Nones were filtered
+
+
+def index_mapping(index: Sequence[Any], rank: int) -> list[int | None] | None:
+    """Source dimension of each result dimension of basic indexing (None for a new one); None if a tensor index is in it."""
+    used = sum(1 for i in index if i is not None and i is not Ellipsis)
+    result: list[int | None] = []
+    at = 0
+    for item in index:
+        if item is None:
+            result.append(None)
+        elif item is Ellipsis:
+            for _ in range(rank - used):
+                result.append(at)
+                at += 1
+        elif isinstance(item, slice):
+            result.append(at)
+            at += 1
+        elif isinstance(item, int) or (isinstance(item, fx.Node) and not is_tensor(item)):
+            at += 1
+        else:
+            return None
+    result.extend(range(at, rank))
+    return result
+
+
+def _through_result(flow: DataFlow, node: fx.Node, source: fx.Node, span: Span, trace: Trace) -> list[tuple[fx.Node, Span]]:
+    """One item of an operator that returns several tensors."""
+    name = spelling(source)
+    first = flow.operand(source, argument(source, 0, "input", "self"))
+    if first is None:
+        return []
+    if name in ("chunk", "split", "tensor_split", "split_with_sizes"):
+        return [(first, span)]
+    if name == "unbind":
+        axis = int(argument(source, 1, "dim", default=0)) % len(dims(first))
+        return [(first, tuple(d + (d >= axis) for d in span))]  # type: ignore[list-item]  # two dimensions stay two
+    axis = argument(source, 2 if name in ("topk", "kthvalue") else 1, "dim", default=-1)
+    if name in ("topk", "sort", "max", "min", "kthvalue", "median", "mode") and isinstance(axis, int):
+        axis %= len(dims(first))
+        if axis in range(span[0], span[1] + 1) and len(dims(first)) == len(dims(node)):
+            trace.dead_ends.append(f"the selection runs over the values of another selection ({source.name})")
+            return []
+        keeps = len(dims(first)) == len(dims(node))
+        return [(first, span if keeps else tuple(d + (d >= axis) for d in span))]  # type: ignore[list-item]
+    if is_opaque(source):
+        weights = _weight_operands(flow, source, product(dims(node)[span[0] : span[1] + 1]))
+        if weights:
+            trace.roots.append(Root(node, weights, dims(node)[span[1]]))
+            return []
+    trace.dead_ends.append(f"the scores are a result of {name} ({source.name}), which is not understood")
+    return []
+
+
+def _through_layout(node: fx.Node, name: str, span: Span, before: Sequence[Dim], after: Sequence[Dim]) -> Span | None:
+    rank = len(after)
+    if name == "view":
+        return _span_of_block(before, product(after[span[0] : span[1] + 1]), product(after[span[1] + 1 :]))
+    if name == "expand":
+        shift = rank - len(before)
+        low, high = span[0] - shift, span[1] - shift
+        return (low, high) if low >= 0 and before[low : high + 1] == after[span[0] : span[1] + 1] else None
+    order = list(range(rank))
+    if name == "transpose":
+        a, b = int(argument(node, 1, "dim0", "axis0")) % rank, int(argument(node, 2, "dim1", "axis1")) % rank
+        order[a], order[b] = order[b], order[a]
+    elif name == "permute":
+        given = argument(node, 1, "dims")
+        given = given if isinstance(given, tuple | list) else node.args[1:]
+        order = [int(d) % rank for d in given]
+    elif name == "movedim":
+        source, target = argument(node, 1, "source"), argument(node, 2, "destination")
+        if not isinstance(source, int) or not isinstance(target, int):
+            return None
+        order.pop(source % rank)
+        order.insert(target % rank, source % rank)
+    elif name in ("mT", "adjoint"):
+        order[-1], order[-2] = order[-2], order[-1]
+    else:
+        order.reverse()
+    moved = [order[d] for d in range(span[0], span[1] + 1)]
+    return (moved[0], moved[-1]) if moved == list(range(moved[0], moved[0] + len(moved))) else None
+
+
+def _span_of_block(shape: Sequence[Dim], size: Dim, inner: Dim) -> Span | None:
+    """The dimensions of `shape` that hold `size` elements with `inner` elements behind each."""
+    behind: Dim = 1
+    for last in range(len(shape) - 1, -1, -1):
+        if behind == inner and shape[last] != 1:
+            held: Dim = 1
+            for low in range(last, -1, -1):
+                held = held * shape[low]
+                if held == size:
+                    return (low, last)
+            return None
+        behind = behind * shape[last]
+    return None
+
+
+def _through_reduction(
+    flow: DataFlow, node: fx.Node, first: fx.Node, span: Span, trace: Trace, token_sizes: Sequence[Dim]
+) -> list[tuple[fx.Node, Span]]:
+    before, after = dims(first), dims(node)
+    given = argument(node, 2 if spelling(node) in ("norm",) else 1, "dim", "axis")
+    reduced = [given] if isinstance(given, int) else list(given or range(len(before)))
+    reduced = sorted(int(d) % len(before) for d in reduced)
+    if len(before) == len(after):
+        moved: list[int] = list(range(span[0], span[1] + 1))
+        if any(d in reduced for d in moved):
+            trace.dead_ends.append(f"the selected dimension is a constant of {spelling(node)} ({node.name})")
+            return []
+    else:
+        kept = [d for d in range(len(before)) if d not in reduced]
+        moved = [kept[d] for d in range(span[0], span[1] + 1)]
+        if moved != list(range(moved[0], moved[0] + len(moved))):
+            trace.dead_ends.append(f"{spelling(node)} ({node.name}) mixes the selected dimension")
+            return []
+    if len(before) == len(token_sizes) + 1 and any(before[d] in token_sizes for d in reduced):
+        trace.couples_tokens = node
+    return [(first, (moved[0], moved[-1]))]
+
+
+def _through_cat(flow: DataFlow, node: fx.Node, name: str, span: Span, trace: Trace) -> list[tuple[fx.Node, Span]]:
+    parts = argument(node, 0, "tensors")
+    nodes = [n for p in (parts if isinstance(parts, tuple | list) else ()) if (n := flow.operand(node, p)) is not None]
+    axis = int(argument(node, 1, "dim", "axis", default=0)) % len(dims(node))
+    if name == "cat":
+        return [(n, span) for n in nodes]
+    if span == (axis, axis):
+        weights: dict[fx.Node, None] = {}
+        for part in nodes:
+            for passed in _column_weights(flow, part):
+                weights[passed] = None
+        if weights:
+            trace.roots.append(Root(node, tuple(weights), len(nodes)))
+        else:
+            trace.dead_ends.append(f"the scores are stacked ({node.name}) from what no weight scores one by one")
+        return []
+    lowered = tuple(d - (d > axis) for d in span)
+    return [(n, (lowered[0], lowered[-1])) for n in nodes]
+
+
+def _column_weights(flow: DataFlow, part: fx.Node) -> tuple[fx.Node, ...]:
+    """Weights of the one-output linear that made one column of stacked scores."""
+    node: fx.Node | None = part
+    for _ in range(8):
+        if node is None or flow.kind(node) != "data":
+            return ()
+        if spelling(node) in ("linear", "matmul", "mm", "addmm"):
+            return tuple(w for n in flow.inputs(node) if flow.kind(n) == "weight" for w in flow.weights(n))
+        data = [n for n in flow.inputs(node) if flow.kind(n) == "data"]
+        node = data[0] if len(data) == 1 else None
+    return ()
+
+
+def _weight_operands(flow: DataFlow, node: fx.Node, size: Dim) -> tuple[fx.Node, ...]:
+    """Weights that a custom product takes beside data, one of whose dimensions is the number of outputs."""
+    if not any(flow.kind(n) == "data" for n in flow.inputs(node)):
+        return ()
+    found = [n for n in flow.inputs(node) if flow.kind(n) == "weight" and len(dims(n)) >= 2 and size in dims(n)]
+    return tuple(w for n in found for w in flow.weights(n))
+
+
+def token_sizes_of(node: fx.Node, dim: int) -> tuple[Dim, ...]:
+    """All sizes of a value but the one that the selection runs over."""
+    seen = value(node)
+    if not isinstance(seen, torch.Tensor):
+        return ()
+    return tuple(plain(s) for i, s in enumerate(seen.shape) if i != dim % seen.dim())

@@ -1,0 +1,19 @@
+"""`topk` in all its spellings: most routers there are."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from r3_pass.registry.dataflow import DataFlow, argument, spelling
+from r3_pass.registry.form import RoutingForm, Selection, items
+
+
+def _find(flow: DataFlow, node: fx.Node) -> Selection | None:
+    if spelling(node) != "topk":
+        return None
+    scores = flow.operand(node, argument(node, 0, "input", "self"))
+    dim = argument(node, 2, "dim", default=-1)
+    return Selection(node, scores, int(dim), items(flow, node, 1)) if scores is not None else None
+
+
+TOPK = RoutingForm("topk", _find, source="Mixtral, Qwen3-MoE, DeepSeek-V3, gpt-oss and most others in transformers")
