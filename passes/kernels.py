@@ -17,12 +17,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from r3_pass.passes.ops import ERROR_SLOT, ERROR_TOKENS, STATE_CALLS, STATE_ERRORS, STATE_TOKENS
+from r3_pass.passes.ops import ERROR_SLOT, ERROR_TOKENS, HEADER, STATE_CALLS, STATE_ERRORS
 
 _KEPT_TABLES = 64
 _ARENA_ROWS = 64
 
-_TOKENS = tl.constexpr(STATE_TOKENS)
+_HEADER = tl.constexpr(HEADER)
 _ERRORS = tl.constexpr(STATE_ERRORS)
 _CALLS = tl.constexpr(STATE_CALLS)
 _WRONG_TOKENS = tl.constexpr(ERROR_TOKENS)
@@ -31,13 +31,13 @@ _WRONG_SLOT = tl.constexpr(ERROR_SLOT)
 
 @triton.jit  # type: ignore[untyped-decorator]
 def record_kernel(  # type: ignore[no-untyped-def]
-    table, buffer, state, slots, columns, tokens, num_slots, stored, top_k, capacity,
+    table, buffer, state, slots, columns, tokens, num_slots, stored, top_k,
     WIDE: tl.constexpr, BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program writes BLOCK tokens of one site. table: int64 [N, 3] of address, row stride in ids, k."""
     site = tl.program_id(1)
     column = tl.load(columns + site)
-    expected = tl.load(state + _TOKENS)
+    expected = tl.load(slots)
     first = tl.program_id(0) == 0
     if expected != tokens:
         if first & (site == 0) & (expected >= 0):
@@ -48,7 +48,7 @@ def record_kernel(  # type: ignore[no-untyped-def]
         width = tl.load(table + site * 3 + 2)
         token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         inside = token < tokens
-        slot = tl.load(slots + token, mask=inside & (token < capacity), other=-1)
+        slot = tl.load(slots + _HEADER + token, mask=inside, other=-1)
         wrong = (slot < -1) | (slot >= num_slots)
         if site == 0:
             found = tl.max(wrong.to(tl.int32), 0)
@@ -136,6 +136,6 @@ def record(buffer: Tensor, state: Tensor, slots: Tensor, columns: Tensor, ids: S
     k_block = triton.next_power_of_2(top_k)
     block = max(1, min(triton.next_power_of_2(tokens), 1024 // k_block))
     record_kernel[(triton.cdiv(tokens, block), len(ids))](
-        table, buffer, state, slots, columns, tokens, buffer.shape[0] - 1, buffer.shape[1], top_k, slots.shape[0],
+        table, buffer, state, slots, columns, tokens, buffer.shape[0] - 1, buffer.shape[1], top_k,
         WIDE=wide, BLOCK=block, K_BLOCK=k_block,
     )  # fmt: skip

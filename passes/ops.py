@@ -13,12 +13,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-STATE_TOKENS = 0
-"""state[0]: tokens of the running step; -1 outside a step, in which nothing is written."""
-STATE_ERRORS = 1
-"""state[1]: what the device found wrong, a sum of the ERROR_ bits; sticky until the host has read it."""
-STATE_CALLS = 2
-"""state[2 + m]: how often stored layer m was written, ever. The host compares it with the steps it made."""
+HEADER = 2
+"""Entries of the slot mapping before the first slot: tokens of the running step (-1 outside a step, in which nothing is
+written), and one that keeps the slots aligned."""
+STATE_ERRORS = 0
+"""state[0]: what the device found wrong, a sum of the ERROR_ bits; sticky until the host has read it."""
+STATE_CALLS = 1
+"""state[1 + m]: how often stored layer m was written, ever. The host compares it with the steps it made."""
 
 ERROR_TOKENS = 1
 """A forward ran over another number of tokens than the slot mapping has."""
@@ -36,18 +37,19 @@ def record_reference(buffer: Tensor, state: Tensor, slots: Tensor, columns: Tens
 
     Args:
         buffer: int16 [S + 1, M, K], mutated; the last row takes what has no slot.
-        state: int32 [2 + M], mutated: see STATE_TOKENS, STATE_ERRORS, STATE_CALLS.
-        slots: int64 [max tokens]; -1 marks padding.
+        state: int32 [1 + M], mutated: see STATE_ERRORS, STATE_CALLS.
+        slots: int64 [HEADER + max tokens]: the header, then a slot for each token; -1 marks padding.
         columns: int64 [N], stored layer of each site; -1 for a site that is not stored.
         ids: N integer tensors [T, k], k <= K; columns past k are written as -1.
     """
     tokens = ids[0].shape[0]
-    if int(state[STATE_TOKENS]) != tokens or tokens > slots.shape[0]:
-        if int(state[STATE_TOKENS]) >= 0:
+    expected = int(slots[0])
+    if expected != tokens:
+        if expected >= 0:
             state[STATE_ERRORS] |= ERROR_TOKENS
         return
     spare, stored, top_k = buffer.shape[0] - 1, buffer.shape[1], buffer.shape[2]
-    rows = slots[:tokens]
+    rows = slots[HEADER : HEADER + tokens]
     wrong = (rows < -1) | (rows >= spare)
     if bool(wrong.any()):
         state[STATE_ERRORS] |= ERROR_SLOT

@@ -77,22 +77,27 @@ def rewrite(module: fx.GraphModule, sites: Sequence[Accepted], device: torch.dev
     copy, where = _copy(module, wanted)
     graph = copy.graph
     output = next(n for n in graph.nodes if n.op == "output")
-    occurrences = tuple(_occurrences(module, sites, where))
-    stored = len(occurrences)
+    found = tuple(_occurrences(module, sites, where))
     added = (
         add_input(graph, mode, BUFFER, (7, 5, 3), torch.int16, device),
         add_input(graph, mode, STATE, (11,), torch.int32, device),
         add_input(graph, mode, SLOTS, (13,), torch.int64, device),
-        add_input(graph, mode, COLUMNS, (-stored,), torch.int64, device),
+        add_input(graph, mode, COLUMNS, (-len(found),), torch.int64, device),
     )
     with graph.inserting_before(output):
-        flat, tokens = insert_record(graph, occurrences, added)
+        flat, tokens = insert_record(graph, found, added)
         if not isinstance(tokens, int):
             results = tuple(output.args[0])
             output.args = ((*results, tokens),)
     graph.lint()
     copy.recompile()
-    return Recorded(copy, occurrences, added, tokens if isinstance(tokens, int) else None)
+    return Recorded(copy, found, added, tokens if isinstance(tokens, int) else None)
+
+
+def occurrences(module: fx.GraphModule, sites: Sequence[Accepted]) -> tuple[Occurrence, ...]:
+    """Where each site runs, without a rewrite to use; for explanations."""
+    _, where = _copy(module, {node for site in sites for node in site.columns})
+    return tuple(_occurrences(module, sites, where))
 
 
 def insert_record(graph: fx.Graph, occurrences: Sequence[Occurrence], added: Sequence[fx.Node]) -> tuple[list[fx.Node], Any]:

@@ -16,6 +16,7 @@ from r3_pass.errors import (
     StaleRoutes,
     UnsupportedEngine,
 )
+from r3_pass.explain import explain
 
 __all__ = [
     "BufferLayoutError",
@@ -27,6 +28,7 @@ __all__ = [
     "StaleRoutes",
     "UnsupportedEngine",
     "backend",
+    "explain",
     "passes",
     "registry",
     "runtime",

@@ -51,14 +51,14 @@ class GraphRecord:
         self.found = found
         self.ended = ended
         self.placed: dict[tuple[int, Place], None] = {}
+        self.refusals: dict[str, None] = {}
         self.before: fx.Graph | None = None
         self.after: fx.Graph | None = None
 
-    def keep(self, before: fx.GraphModule, after: fx.GraphModule) -> None:
-        """Keep copies of both graphs for `Report.dump`; the compilers behind may change theirs."""
-        self.before, self.after = fx.Graph(), fx.Graph()
-        self.before.graph_copy(before.graph, {})
-        self.after.graph_copy(after.graph, {})
+    def keep(self, before: fx.GraphModule, after: fx.GraphModule | None) -> None:
+        """Keep copies of the graphs for `Report.dump`; the compilers behind may change theirs."""
+        self.before = _copied(before.graph)
+        self.after = _copied(after.graph) if after is not None else None
 
     def sites(self) -> list[SiteEntry]:
         entries: dict[SiteEntry, None] = {}
@@ -82,6 +82,13 @@ class GraphRecord:
                 site = self.found.sites[number]
                 entries.append(RejectedEntry(site.selections[0].name, place.module, place.reason, False, self.number))
         return entries
+
+
+def _copied(graph: fx.Graph) -> fx.Graph:
+    copy = fx.Graph()
+    result = copy.graph_copy(graph, {})
+    copy.output(result)
+    return copy
 
 
 class Report:
@@ -131,6 +138,7 @@ class Report:
         rejected = self.rejected
         routing = [r for r in rejected if r.routing]
         lines.append(f"{len(rows) - 1} sites in {self.num_graphs} graphs; {len(rejected)} other candidates rejected")
+        lines.extend(f"REFUSED: {refusal}" for record in self._graphs for refusal in record.refusals)
         lines.extend(f"NOT RECORDED: {r.module or 'graph ' + str(r.graph)} ({r.node}): {r.reason}" for r in routing)
         return "\n".join(lines)
 

@@ -1,1 +1,10 @@
-"""Moves captured rows from a running model to its requests: slots, steps, export, accumulation; looks into no graph."""
+"""Serving: connect an engine's steps to the slot buffer, and get each request's `routed_experts`.
+
+Moves bytes; never looks into a graph.
+"""
+
+from r3_pass.runtime.attach import attach
+from r3_pass.runtime.sequences import Segment, SegmentBatch
+from r3_pass.runtime.session import SavedRows, Session
+
+__all__ = ["SavedRows", "Segment", "SegmentBatch", "Session", "attach"]

@@ -5,12 +5,13 @@
         rows, flags = pending.wait()                            # int16[n, M, K], valid until
         pending.release()                                       # its memory may carry the next copy
 
-On CUDA the copy runs on a side stream into a pinned block that belongs to this one copy until it is released. On other
-devices the copy is made at once.
+On CUDA the copy runs on a side stream into a page-locked block that belongs to this one copy until it is released. On
+other devices the copy is made at once.
 
 Legend: T tokens in the step, L decoder layers, M stored (MoE) layers, K top-k, E experts, S slots.
 """
 
+import contextlib
 import logging
 import mmap
 import weakref
@@ -20,19 +21,21 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from r3_pass.runtime.slots import SlotBuffer
+from r3_pass.runtime.slots import SlotBuffer, Slots
 
 logger = logging.getLogger(__name__)
 
-# Temporary device memory of one piece of a prefix hit, in bytes.
-PIECE_BYTES = 4 * 2**20
+CHUNK_BYTES = 4 * 2**20
 
-# A block's size is rounded up to a multiple of this, not to a power of two.
+# Chunks of one prefix hit that are on the device at a time: one is copied while the next is gathered.
+_CHUNKS_IN_FLIGHT = 2
+
+# A block's size is a multiple of this, not a power of two.
 _BLOCK_STEP = 64 * 2**10
 
 
 class Pending:
-    """One snapshot on its way: rows int16[n, M, K] and flags int32[F], or None."""
+    """One snapshot on its way to the host: `num_rows` rows, and flags if there were any."""
 
     def __init__(
         self,
@@ -49,76 +52,177 @@ class Pending:
 
     def done(self) -> bool:
         """Whether `wait` returns at once."""
-        return self._block is None or self._block.copied.query()
+        return self._block is None or bool(self._block.copied.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int32] | None]:
-        """Rows and flags, once they have arrived. They are the block's memory: copy what outlives `release`."""
+        """Rows int16[n, M, K] and flags int32[F] (or None), once they have arrived. Copy what outlives `release`."""
         assert self._rows is not None, "read after release"
-        if self._block is not None:
-            self._block.copied.synchronize()
+        self.arrive()
         return self._rows, self._flags
 
+    def arrive(self) -> None:
+        """Wait until the copy is over. It is, once released."""
+        if self._block is not None:
+            self._block.copied.synchronize()
+
     def release(self) -> None:
-        """Give the memory back, arrived or not. Once released, more calls do nothing."""
+        """Give the memory back; waits for the copy if it is still under way. Further calls do nothing."""
         block, self._block, self._rows, self._flags = self._block, None, None, None
         if block is not None and self._pool is not None:
             self._pool.put(block)
 
 
+class Exporter:
+    """Copies snapshots from one device to the host.
+
+    Device memory: a snapshot lives until its copy is over; prefix hits hold at most 2 * `chunk_bytes` of them.
+    Host memory: blocks of the size that copies needed, as many as there were copies in flight at the same time.
+
+    Not thread-safe: the session calls it under its lock.
+    """
+
+    def __init__(self, device: torch.device | str, chunk_bytes: int = CHUNK_BYTES) -> None:
+        self.device = torch.device(device)
+        self.chunk_bytes = chunk_bytes
+        self._pool = _Pool()
+        self._token_stream: torch.cuda.Stream | None = None
+        self._prefix_stream: torch.cuda.Stream | None = None
+        if self.device.type == "cuda":
+            self._token_stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            self._prefix_stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+
+    @property
+    def host_bytes(self) -> int:
+        """Page-locked memory, in use or ready for use."""
+        return self._pool.num_bytes
+
+    def submit(self, rows: torch.Tensor, flags: torch.Tensor | None = None) -> Pending:
+        """Start the copy of a snapshot that the current stream makes.
+
+        Args:
+            rows: int16[n, M, K], contiguous, on the exporter's device. A new tensor that nobody writes any more.
+            flags: int32[F] on the same device, as they are when the current stream gets here. May be rewritten.
+        """
+        return self._copy(rows, flags, self._token_stream)
+
+    def gather_chunks(self, buffer: SlotBuffer, slots: Slots) -> Iterator[Pending]:
+        """The rows of `slots` (a prefix hit, of any length) in pieces of at most `chunk_bytes`, in order.
+
+        Each piece is gathered on the current stream when the iterator reaches it, so it is in order with all that
+        other calls do to the buffer: exhaust the iterator before these slots get another owner. The copies have a
+        stream of their own, for token copies must not wait behind them. The iterator itself waits if the piece before
+        the last one is still on the device.
+        """
+        # Now, not when the iterator is first asked: the caller may reuse its array.
+        slots = slots.clone() if isinstance(slots, torch.Tensor) else np.array(slots)
+        return self._gather_chunks(buffer, slots)
+
+    def drain(self) -> None:
+        """Wait until every copy is over."""
+        if self._token_stream is not None and self._prefix_stream is not None:
+            self._token_stream.synchronize()
+            self._prefix_stream.synchronize()
+
+    def _gather_chunks(self, buffer: SlotBuffer, slots: torch.Tensor | npt.NDArray[np.int64]) -> Iterator[Pending]:
+        num_rows = max(self.chunk_bytes // buffer.geometry.bytes_per_slot, 1)
+        started: list[Pending] = []
+        for first in range(0, len(slots), num_rows):
+            if len(started) == _CHUNKS_IN_FLIGHT:
+                started.pop(0).arrive()
+            pending = self._copy(buffer.gather(slots[first : first + num_rows]), None, self._prefix_stream)
+            started.append(pending)
+            yield pending
+
+    def _copy(self, rows: torch.Tensor, flags: torch.Tensor | None, stream: torch.cuda.Stream | None) -> Pending:
+        assert rows.dtype == torch.int16 and rows.is_contiguous() and rows.device.type == self.device.type
+        assert flags is None or (flags.dtype == torch.int32 and flags.dim() == 1)
+        if stream is None:
+            return Pending(rows.cpu().numpy(), None if flags is None else flags.to("cpu", copy=True).numpy())
+        num_flags = 0 if flags is None else len(flags)
+        offset = -(-rows.nbytes // 4) * 4  # of the flags, behind the rows
+        block = self._pool.get(offset + num_flags * 4)
+        host_rows = block.memory[: rows.nbytes].view(torch.int16).view(rows.shape)
+        host_flags = block.memory[offset : offset + num_flags * 4].view(torch.int32)
+        if flags is not None:
+            flags = flags.clone()  # on the current stream, before a later step rewrites them
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            host_rows.copy_(rows, non_blocking=True)
+            if flags is not None:
+                host_flags.copy_(flags, non_blocking=True)
+            block.copied.record(stream)
+        # The allocator must not hand their memory to the current stream again before the copies have read it.
+        rows.record_stream(stream)
+        if flags is not None:
+            flags.record_stream(stream)
+        return Pending(host_rows.numpy(), None if flags is None else host_flags.numpy(), block, self._pool)
+
+
 class _Block:
     """Page-locked host memory for one copy at a time, and the event after which it is complete.
 
-    Not torch's pinned allocator, which rounds up to powers of two and gives nothing back. Where locking fails the
-    memory stays pageable: copies into it are complete when they are queued, so they are slow and right.
+    Not from torch's pinned allocator, which rounds up to powers of two and gives nothing back. Where locking fails the
+    memory stays pageable: a copy into it is complete once it is queued, which is slow and right.
     """
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         memory = np.frombuffer(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=np.uint8)
         self.memory = torch.from_numpy(memory)
-        self.copied = torch.cuda.Event()
+        self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         if _lock_pages(self.memory):
-            # Dropped in flight, it must outlive the copy.
+            # Whoever drops a block with a copy under way waits for it here: the device writes to these pages.
             weakref.finalize(self, _unlock_pages, self.memory, self.copied)
 
 
+class _Pool:
+    """The blocks of an exporter: none serves two copies at a time."""
+
+    def __init__(self) -> None:
+        self._free: list[_Block] = []
+        self._all: weakref.WeakSet[_Block] = weakref.WeakSet()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(block.num_bytes for block in self._all)
+
+    def get(self, num_bytes: int) -> _Block:
+        """The smallest free block that is large enough, else a new one, which replaces the largest free one."""
+        by_size = sorted(self._free, key=lambda block: block.num_bytes)
+        block = next((block for block in by_size if block.num_bytes >= num_bytes), None)
+        if block is None:
+            if by_size:
+                self._free.remove(by_size.pop())
+            block = _Block(max(-(-num_bytes // _BLOCK_STEP), 1) * _BLOCK_STEP)
+            self._all.add(block)
+        else:
+            self._free.remove(block)
+        return block
+
+    def put(self, block: _Block) -> None:
+        block.copied.synchronize()
+        assert block not in self._free
+        self._free.append(block)
+
+
 def _lock_pages(memory: torch.Tensor) -> bool:
-    error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
-    if int(error) != 0:
-        logger.warning(
-            "Cannot page-lock %d bytes of host memory (CUDA error %d): rows are copied from the device synchronously "
-            "from here on. Raise the limit on locked memory (ulimit -l) to get asynchronous copies.",
-            memory.nbytes,
-            int(error),
-        )
-        return False
-    return True
+    """Page-lock the memory, or warn and leave it pageable."""
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    error = int(cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+    if error == 0:
+        return True
+    with contextlib.suppress(RuntimeError):
+        # CUDA reports the failure once more at the next kernel launch: let it be this one.
+        torch.ones(1, device="cuda")
+    logger.warning(
+        "Cannot page-lock %d bytes of host memory (CUDA error %d): the rows of some steps are copied synchronously. "
+        "Raise the limit on locked memory (ulimit -l).",
+        memory.nbytes,
+        error,
+    )
+    return False
 
 
 def _unlock_pages(memory: torch.Tensor, copied: torch.cuda.Event) -> None:
     copied.synchronize()
-    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
-
-
-class _Pool:
-    """Blocks that carry no copy. At most as many blocks exist as copies were ever in flight together."""
-
-    def __init__(self) -> None:
-        self._free: list[_Block] = []
-
-    def get(self, num_bytes: int) -> _Block:
-        """The smallest free block that is large enough, else a new one in the place of the largest free one."""
-        fitting = [block for block in self._free if block.num_bytes >= num_bytes]
-        if fitting:
-            block = min(fitting, key=lambda block: block.num_bytes)
-            self._free.remove(block)
-            return block
-        if self._free:
-            self._free.remove(max(self._free, key=lambda block: block.num_bytes))
-        return _Block(-(-num_bytes // _BLOCK_STEP) * _BLOCK_STEP)
-
-    def put(self, block: _Block) -> None:
-        # Nobody may write into it before the copy that it still carries is over.
-        block.copied.synchronize()
-        assert block not in self._free
-        self._free.append(block)
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]

@@ -11,7 +11,7 @@ a few numpy calls whatever the number of requests and their lengths.
 Legend: T tokens in the step, L decoder layers, M stored (MoE) layers, K top-k, E experts, S slots.
 """
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import repeat
 from typing import NamedTuple
 
@@ -171,8 +171,11 @@ class SequenceTable:
         if index is not None:
             self._kept[index] = max(int(self._kept[index]), min(int(self._end[index]), num_tokens - 1))
 
-    def finish(self, request_id: Hashable, num_tokens: int) -> Rows:
+    def finish(self, request_id: Hashable, num_tokens: int, check: Callable[[Hashable, Rows], None] | None = None) -> Rows:
         """Hand over the rows of the first `num_tokens - 1` positions, and forget the request.
+
+        Args:
+            check: looks at the rows before they leave; what it raises leaves the request as it is.
 
         Returns: int16[num_tokens - 1, M, K], C-contiguous, read-only.
         Raises: MissingRoutes if the request is unknown, or has fewer rows: then it stays as it is.
@@ -190,7 +193,7 @@ class SequenceTable:
                 f"exist. Position {end} was in no segment and no prefix_hit. The request stays registered: "
                 "abort(request_id, num_tokens) returns the rows that exist."
             )
-        return self._hand_over(request_id, num_tokens - 1)
+        return self._hand_over(request_id, num_tokens - 1, check)
 
     def abort(self, request_id: Hashable, num_tokens: int) -> Rows:
         """As `finish`, with as many of those rows as exist: none of a request never seen."""
@@ -216,8 +219,24 @@ class SequenceTable:
         for request_id in tuple(self._index):
             self.drop(request_id)
 
-    def _hand_over(self, request_id: Hashable, num_rows: int) -> Rows:
+    def truncate(self, request_id: Hashable, end: int) -> None:
+        """Forget the rows of positions from `end` on; frozen ones too."""
+        index = self._index.get(request_id)
+        if index is None or end >= self._end[index]:
+            return
+        positions = np.arange(end, int(self._end[index]))
+        where = self._where(np.full(len(positions), index), positions)
+        self.rows.free(self._pointers[where])
+        self._pointers[where] = _NONE
+        self._end[index] = end
+        self._kept[index] = min(int(self._kept[index]), end)
+
+    def _hand_over(
+        self, request_id: Hashable, num_rows: int, check: Callable[[Hashable, Rows], None] | None = None
+    ) -> Rows:
         rows = self.rows.take(self.numbers(request_id)[:num_rows])
+        if check is not None:
+            check(request_id, rows)
         rows.flags.writeable = False
         self.drop(request_id)
         return rows

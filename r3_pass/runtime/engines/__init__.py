@@ -1,1 +1,8 @@
-"""One adapter a file for each serving engine, on the contract of `r3_pass.runtime.engines.base`."""
+"""One adapter for each engine; `base.EngineAdapter` is the contract for your own."""
+
+from r3_pass.runtime.engines.base import EngineAdapter
+from r3_pass.runtime.engines.transformers import TransformersAdapter
+
+ADAPTERS: tuple[type[EngineAdapter], ...] = (TransformersAdapter,)
+
+__all__ = ["ADAPTERS", "EngineAdapter", "TransformersAdapter"]

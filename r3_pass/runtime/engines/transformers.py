@@ -98,7 +98,7 @@ class TransformersAdapter(EngineAdapter):
             self._batch_wraps.restore()
             self._manager_wraps.restore()
             self.wraps.restore()
-            if self._created_processor and self._manager._generation_thread is None:
+            if self._manager is not None and self._created_processor and self._manager._generation_thread is None:
                 self._manager.batch_processor = None
             self._manager = self._batches = None
 

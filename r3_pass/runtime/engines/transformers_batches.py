@@ -62,6 +62,7 @@ class BatchRecorder:
         self._session: RecordingSession | None = None
         self._running: dict[str, Any] = {}  # request id -> the RequestState whose forwards the session has seen
         self._refused: dict[str, R3Error] = {}  # running too, but its rows cannot be complete
+        self._preempted: set[str] = set()  # waiting to run again; the session keeps their rows
         self._cancelled: tuple[list[Any], list[Any]] = ([], [])  # of this batch and of the one before, see _cancel
         self._offloaded: dict[str, tuple[int, object]] = {}  # request id -> positions, rows
         self._new_blocks: list[int] = []
@@ -97,7 +98,7 @@ class BatchRecorder:
 
     def reset(self) -> None:
         """The engine dropped all of its requests (it starts again)."""
-        for request_id in list(self._running):
+        for request_id in [*self._running, *self._preempted]:
             self._drop(request_id)
         self._offloaded.clear()
         self._cancelled = ([], [])
@@ -119,13 +120,8 @@ class BatchRecorder:
 
     def abort(self, request_id: str, num_tokens: int) -> Rows | None:
         """What there is of a request that failed; None if nothing of it was recorded."""
-        if self._session is None or request_id not in self._running:
-            return None
-        if request_id in self._refused:
-            self._drop(request_id)
-            return None
-        del self._running[request_id]
-        return self._abort(request_id, num_tokens)
+        self._offloaded.pop(request_id, None)
+        return self._drop(request_id, num_tokens)
 
     # -- hooks: each gets the original method first ------------------------------------------------------------------------
 
@@ -176,6 +172,7 @@ class BatchRecorder:
             if state.request_id in self._running:
                 self._drop(state.request_id)  # a cancelled request whose id came back
             self._running[state.request_id] = state
+            self._preempted.discard(state.request_id)
             if start == 0 or state.request_id in self._refused:
                 continue
             prefix = self.slots.of_request(state.request_id, 0, start)
@@ -212,8 +209,8 @@ class BatchRecorder:
                     self._offloaded.pop(state.request_id, None)
                     if self._running.get(state.request_id) is state:
                         self._cancelled[0].append(state)
-                    else:
-                        self._refused.pop(state.request_id, None)
+                    elif state.request_id not in self._running:
+                        self._drop(state.request_id)
                 if not self.processor.use_async_batching:
                     self._expire_cancelled()
                     self._expire_cancelled()
@@ -250,6 +247,7 @@ class BatchRecorder:
                 elif request_id in self._refused:
                     self._drop(request_id)
                 elif self._running.pop(request_id, None) is not None:
+                    self._preempted.add(request_id)
                     session.preempt(request_id, len(state.initial_tokens) + len(state.generated_tokens))
             return result
 
@@ -319,20 +317,18 @@ class BatchRecorder:
             session.assign(self.slots.of_blocks(self._new_blocks))
             self._new_blocks = []
 
-    def _drop(self, request_id: str) -> None:
-        """Forget a request that will not be delivered."""
-        seen = self._running.pop(request_id, None) is not None
+    def _drop(self, request_id: str, num_tokens: int = 1) -> Rows | None:
+        """Forget a request that will not be delivered as finished. Returns what the session has of it."""
+        seen = self._running.pop(request_id, None) is not None or request_id in self._preempted
         refused = self._refused.pop(request_id, None) is not None
-        if seen:
-            self._abort(_Unrecorded(request_id) if refused else request_id, 1)
-
-    def _abort(self, name: str, num_tokens: int) -> Rows | None:
-        if self._session is None:
+        self._preempted.discard(request_id)
+        if self._session is None or not seen:
             return None
         try:
-            return self._session.abort(name, num_tokens)
+            rows = self._session.abort(_Unrecorded(request_id) if refused else request_id, num_tokens)
         except MissingRoutes:
             return None  # its first step was refused at the entry: the session never heard of it
+        return None if refused else rows
 
 
 class _Unrecorded(str):

@@ -1,0 +1,112 @@
+"""`python -m r3_pass explain MODEL`: what would be captured, from a config alone. No weights are needed or made."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from r3_pass.errors import R3Error
+from r3_pass.explain import explain
+from r3_pass.report import Report
+from r3_pass.runtime.slots import Geometry
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m r3_pass", description="Record the expert routing of MoE models.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser(
+        "explain",
+        help="which layers would be captured, and the bytes of the slot buffer",
+        description="Builds the model on the meta device from a transformers config and traces one forward.",
+    )
+    command.add_argument("model", help="a config.json, a folder with one, or a transformers model type such as qwen3_moe")
+    command.add_argument("--slots", type=int, default=65_536, help="KV slots of the engine, for the buffer's size (default: %(default)s)")
+    command.add_argument("--layers", type=int, help="trace only so many decoder layers (a large model takes a minute)")
+    command.add_argument("--experts-implementation", default="batched_mm", help="transformers' experts implementation (default: %(default)s)")
+    command.add_argument("--dump", type=Path, help="write the graphs before and after into this folder")
+    command.add_argument("--json", action="store_true", help="print JSON")
+    given = parser.parse_args(arguments)
+    try:
+        report, layers = _explain_config(given.model, given.layers, given.experts_implementation)
+    except (R3Error, FileNotFoundError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if given.dump:
+        report.dump(given.dump)
+    print(_as_json(report, layers, given.slots) if given.json else _as_text(report, layers, given.slots))
+    return 0 if report.sites else 1
+
+
+def _explain_config(model: str, layers: int | None, experts: str) -> tuple[Report, int]:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ValueError("this command reads transformers configs: pip install 'r3_pass[transformers]'") from error
+    path = Path(model)
+    if path.exists():
+        config: Any = transformers.AutoConfig.from_pretrained(path if path.is_dir() else path.parent)
+        if path.is_file():
+            config = transformers.AutoConfig.for_model(**json.loads(path.read_text()))
+    else:
+        config = transformers.AutoConfig.for_model(model)
+    text = config.get_text_config(decoder=True)
+    if layers is not None:
+        text.num_hidden_layers = layers
+        if getattr(text, "layer_types", None):
+            text.layer_types = text.layer_types[:layers]
+    text._experts_implementation = experts
+    started = time.perf_counter()
+    _progress(f"building {type(config).__name__} on the meta device ({text.num_hidden_layers} layers)")
+    with torch.device("meta"):
+        built = transformers.AutoModelForCausalLM.from_config(config)
+    built.eval()
+    _progress(f"tracing one forward ({time.perf_counter() - started:.0f} s so far)")
+    report = explain(built, torch.ones(1, 8, dtype=torch.int64, device="meta"), use_cache=False)
+    _progress(f"done in {time.perf_counter() - started:.0f} s, {report.num_graphs} graphs")
+    return report, int(text.num_hidden_layers)
+
+
+def _progress(text: str) -> None:
+    print(f"... {text}", file=sys.stderr, flush=True)
+
+
+def _geometry(report: Report, layers: int, slots: int) -> Geometry | None:
+    stored = tuple(sorted({s.layer for s in report.sites if s.layer is not None}))
+    if not stored:
+        return None
+    return Geometry(slots, max(layers, stored[-1] + 1), stored, max(s.top_k for s in report.sites))
+
+
+def _as_text(report: Report, layers: int, slots: int) -> str:
+    lines = [str(report)]
+    geometry = _geometry(report, layers, slots)
+    if geometry is not None:
+        lines.append(
+            f"slot buffer: int16 [{slots} + 1, {geometry.row_shape[0]}, {geometry.top_k}], {geometry.bytes_per_slot} bytes a token, "
+            f"{geometry.nbytes / 2**20:.1f} MiB for {slots} slots"
+        )
+    return "\n".join(lines)
+
+
+def _as_json(report: Report, layers: int, slots: int) -> str:
+    geometry = _geometry(report, layers, slots)
+    return json.dumps(
+        {
+            "num_layers": layers,
+            "sites": [vars(s) for s in report.sites],
+            "rejected": [vars(r) for r in report.rejected],
+            "bytes_per_slot": geometry.bytes_per_slot if geometry else 0,
+            "buffer_bytes": geometry.nbytes if geometry else 0,
+        },
+        indent=2,
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

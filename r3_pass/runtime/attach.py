@@ -1,0 +1,151 @@
+"""`attach`: which model is meant, which adapter serves the engine, and a session for both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from r3_pass.backend import Backend
+from r3_pass.errors import NoRouterFound, RefusedConfiguration, UnsupportedEngine
+from r3_pass.runtime.engines import ADAPTERS
+from r3_pass.runtime.engines.base import EngineAdapter
+from r3_pass.runtime.session import Session
+from r3_pass.structure import block_of, inspect, text_config
+
+
+def attach(
+    engine: Any,
+    *,
+    backend: Backend | str | None = None,
+    num_slots: int | None = None,
+    max_tokens: int | None = None,
+    num_layers: int | None = None,
+) -> Session:
+    """Connect an engine, or a compiled model whose steps you drive, to the slot buffer.
+
+        session = attach(engine)                                  # transformers continuous batching, or your EngineAdapter
+        session = attach(compiled, num_slots=4096)                # torch.compile(model, backend=r3_pass.backend())
+        session = attach(model, backend=backend, num_slots=4096)  # per-layer compilation, a compiled step function
+
+    Comes before or after the first compiled call.
+
+    Args:
+        engine: an engine that an adapter knows, an `EngineAdapter`, a compiled model, or (with `num_slots`) the model itself.
+        backend: what the model was compiled with, where that is not `engine` itself; makes errors name each rejected candidate.
+        num_slots: KV slots, for a model whose steps you drive.
+        max_tokens: longest slot mapping of a step; `num_slots` by default.
+        num_layers: decoder layers, where neither config nor the list of blocks says it.
+
+    Raises:
+        UnsupportedEngine: nothing knows such an object.
+        NoRouterFound: the model is dense.
+        RefusedConfiguration: a model of a kind that cannot be recorded, or one that has a session already.
+    """
+    if isinstance(backend, str) and backend != "r3_pass":
+        raise RefusedConfiguration(f"backend={backend!r} does not record. Compile with backend=r3_pass.backend(inner={backend!r}).")
+    if num_slots is None:
+        return _attach_engine(engine, backend, num_layers)
+    if num_slots < 1 or (max_tokens is not None and max_tokens < 1):
+        raise ValueError(f"num_slots and max_tokens count from 1, got num_slots={num_slots}, max_tokens={max_tokens}")
+    model, found = unwrap(engine)
+    chosen = backend if isinstance(backend, Backend) else found
+    _refuse_model(model)
+    return Session(model, _device_of(model), num_slots, max_tokens, num_layers, reasons=_reasons(chosen))
+
+
+def _attach_engine(engine: Any, backend: Backend | str | None, num_layers: int | None) -> Session:
+    adapter = engine if isinstance(engine, EngineAdapter) else None
+    if adapter is None:
+        known = next((a for a in ADAPTERS if a.accepts(engine)), None)
+        if known is None:
+            if isinstance(engine, nn.Module) or callable(engine):
+                raise RefusedConfiguration(
+                    f"attach({type(engine).__name__}) needs num_slots=, the number of KV slots: no engine is behind it that would say so."
+                )
+            names = ", ".join(a.__name__ for a in ADAPTERS)
+            raise UnsupportedEngine(
+                f"no adapter knows a {type(engine).__module__}.{type(engine).__name__} (known: {names}, and compiled models with num_slots=). "
+                "Drive the steps yourself with attach(compiled_model, num_slots=...), or write an adapter on "
+                "r3_pass.runtime.engines.base.EngineAdapter and attach that."
+            )
+        adapter = known(engine)  # type: ignore[call-arg]  # adapters are built from the engine
+    _refuse_model(adapter.model)
+    chosen = backend if isinstance(backend, Backend) else next((b for b in adapter.backends if isinstance(b, Backend)), None)
+    session = Session(
+        adapter.model, _device_of(adapter.model), adapter.num_slots, adapter.max_tokens, num_layers, adapter, _reasons(chosen)
+    )
+    try:
+        adapter.install(session)
+    except BaseException:
+        session.detach()
+        raise
+    return session
+
+
+def unwrap(compiled: Any) -> tuple[nn.Module, Backend | None]:
+    """The model behind what torch.compile returned, and our backend if it can be seen there."""
+    seen: Any = compiled
+    backend: Backend | None = None
+    for _ in range(8):
+        backend = backend or _backend_of(seen)
+        inner = getattr(seen, "_orig_mod", None)
+        if inner is None and not isinstance(seen, nn.Module):
+            inner = getattr(seen, "_torchdynamo_orig_callable", None) or getattr(seen, "__self__", None) or getattr(seen, "__wrapped__", None)
+        if inner is None:
+            break
+        seen = inner
+    if not isinstance(seen, nn.Module):
+        raise RefusedConfiguration(
+            f"attach got a {type(compiled).__name__} with no model behind it that could be seen (a compiled function, say). Pass the model "
+            "whose weights it uses: attach(model, backend=backend, num_slots=...)."
+        )
+    return seen, backend
+
+
+def _backend_of(wrapper: Any) -> Backend | None:
+    """Our backend inside a torch.compile wrapper; None if it is somewhere else or another one."""
+    seen = getattr(wrapper, "dynamo_ctx", None)
+    for name in ("callback", "_torchdynamo_orig_backend", "_torchdynamo_orig_callable", "compiler_fn", "_compiler_fn", "_orig_backend"):
+        for holder in (seen, getattr(seen, "callback", None)):
+            found = getattr(holder, name, None)
+            while found is not None and not isinstance(found, Backend):
+                found = getattr(found, "_torchdynamo_orig_backend", None) or getattr(found, "compiler_fn", None)
+            if isinstance(found, Backend):
+                return found
+    return None
+
+
+def _reasons(backend: Backend | None) -> Any:
+    """A function from a decoder layer to why its candidates were rejected, for error messages."""
+    if backend is None:
+        return None
+
+    def why(layer: int) -> str:
+        found = [r for r in backend.report().rejected if layer in _numbers(r.module)]
+        return "; ".join(f"{r.node} rejected: {r.reason}" for r in found[:3])
+
+    return why
+
+
+def _numbers(module: str) -> set[int]:
+    return {int(part) for part in module.split(".") if part.isdigit()}
+
+
+def _refuse_model(model: nn.Module) -> None:
+    structure = inspect(model)
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False) or getattr(text_config(model), "is_encoder_decoder", False):
+        raise RefusedConfiguration(
+            f"{type(model).__name__} is an encoder-decoder: layers of both number from 0, and routed_experts has one axis of layers. "
+            "Compile and attach the decoder by itself: attach(model.get_decoder(), backend=backend, num_slots=...)."
+        )
+    if not structure.may_route:
+        raise NoRouterFound(
+            f"{type(model).__name__} is dense: none of its {sum(structure.blocks.values())} blocks holds experts. There is no routing to record."
+        )
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    named = list(model.named_parameters())
+    return next((p.device for name, p in named if block_of(name) is not None), named[0][1].device if named else torch.device("cpu"))

@@ -1,0 +1,114 @@
+"""The slot mapping of a step: checked at the edge, kept in one tensor that never moves.
+
+    static: int64 [2 + max_tokens] = [tokens, 0, slot of token 0, slot of token 1, ..., -1, -1]
+
+The first two entries are the header that `passes.ops.record` reads; so one copy tells a captured CUDA graph all of a step.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from r3_pass.errors import BufferLayoutError
+from r3_pass.passes.ops import HEADER
+
+Slots = Tensor | npt.ArrayLike
+
+
+class SlotMapping:
+    """The static tensor, and what the host knows of the running step.
+
+    Args:
+        max_tokens: the longest mapping a step may have.
+        device: the model's.
+    """
+
+    def __init__(self, max_tokens: int, device: torch.device) -> None:
+        self.max_tokens = max_tokens
+        self.device = device
+        with torch.inference_mode(False):
+            self.static = torch.full((HEADER + max_tokens,), -1, dtype=torch.int64, device=device)
+        self._used = 0
+
+    def check(self, slots: Slots, num_slots: int, segment_tokens: int) -> npt.NDArray[np.int64] | Tensor:
+        """The mapping as int64 on the host, checked; or as it is if it lies on the device, where the kernel checks it.
+
+        Raises: BufferLayoutError if it is no vector of integers, longer than max_tokens, names a slot outside 0 .. num_slots - 1 or
+            one slot twice, or does not fit the segments.
+        """
+        if isinstance(slots, Tensor) and slots.device.type != "cpu":
+            if slots.dim() != 1 or slots.dtype not in (torch.int32, torch.int64) or slots.device != self.device:
+                raise BufferLayoutError(
+                    f"the slot mapping is {slots.dtype}{list(slots.shape)} on {slots.device}; expected int32 or int64 [tokens] on "
+                    f"{self.device} or on the host."
+                )
+            self._check_length(slots.shape[0], segment_tokens)
+            return slots
+        given = np.asarray(slots)
+        if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
+            raise BufferLayoutError(f"the slot mapping is {given.dtype}{list(given.shape)}; expected a vector of integers, one a token.")
+        self._check_length(len(given), segment_tokens)
+        host = given.astype(np.int64)
+        if not host.size:
+            return host
+        real = host[:segment_tokens] if segment_tokens else host[host >= 0]
+        low, high = int(host.min()), int(host.max())
+        if low < -1 or high >= num_slots:
+            wrong = low if low < -1 else high
+            raise BufferLayoutError(
+                f"slot {wrong} of token {int(np.flatnonzero(host == wrong)[0])} is out of range; expected 0 to {num_slots - 1}, or -1 for "
+                "padding. Attach or wake the session with the engine's own number of slots."
+            )
+        ordered = np.sort(real)
+        if segment_tokens and (ordered[0] < 0 or (host[segment_tokens:] >= 0).any()):
+            raise BufferLayoutError(
+                f"the segments cover the first {segment_tokens} tokens of the mapping, so these need a slot and the "
+                f"{len(host) - segment_tokens} behind them must be -1. Lay the segments one after the other from index 0."
+            )
+        twice = np.flatnonzero(ordered[1:] == ordered[:-1])
+        if twice.size:
+            raise BufferLayoutError(
+                f"slot {int(ordered[twice[0]])} stands twice in one step's mapping: two tokens cannot share a KV slot. "
+                "Use -1 for padding."
+            )
+        return host
+
+    def _check_length(self, length: int, segment_tokens: int) -> None:
+        if length > self.max_tokens:
+            raise BufferLayoutError(
+                f"the slot mapping has {length} entries, the session was laid out for {self.max_tokens} tokens a step. "
+                "Attach with max_tokens= the largest forward, padding included."
+            )
+        if segment_tokens > length:
+            raise BufferLayoutError(
+                f"the segments cover {segment_tokens} tokens, the slot mapping has {length} entries. Give one slot a token."
+            )
+
+    def put(self, slots: npt.NDArray[np.int64] | Tensor) -> None:
+        """Queue the mapping of a step into the static tensor, -1 behind it."""
+        length = len(slots)
+        reach = max(length, self._used)
+        self._used = length
+        if isinstance(slots, Tensor):
+            self.static[HEADER + length : HEADER + reach] = -1
+            self.static[HEADER : HEADER + length].copy_(slots)
+            self.static[0] = length
+            return
+        staged = np.full(HEADER + reach, -1, dtype=np.int64)
+        staged[0] = length
+        staged[HEADER : HEADER + length] = slots
+        host = torch.from_numpy(staged)
+        if self.device.type == "cuda":
+            host = host.pin_memory()
+        self.static[: HEADER + reach].copy_(host, non_blocking=True)
+
+    def close(self) -> None:
+        """Queue that no step is running: a graph that is replayed now writes nothing."""
+        self.static[0] = -1
+
+    def slots(self, count: int) -> Tensor:
+        """The first `count` slots of the step, on the device."""
+        return self.static[HEADER : HEADER + count]

@@ -1,0 +1,595 @@
+"""One attachment: the steps of an engine in, `routed_experts` out.
+
+The session decides nothing about bytes or graphs: `mapping` holds a step's slots, `slots` the buffer, `export` the copies on
+their way, `sequences` the rows of each request, and the `Binding` is what compiled graphs see of all that.
+
+Legend: T tokens in the step, L decoder layers, M stored (MoE) layers, K top-k, S slots.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+import zlib
+from collections import deque
+from collections.abc import Hashable, Iterable, Iterator
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from r3_pass.binding import Binding
+from r3_pass.errors import BufferLayoutError, MissingRoutes, NoRouterFound, PartialCapture, R3Error, RefusedConfiguration, StaleRoutes
+from r3_pass.passes.ops import ERROR_DUPLICATE, ERROR_SLOT, ERROR_TOKENS, STATE_CALLS, STATE_ERRORS
+from r3_pass.runtime.engines.base import EngineAdapter
+from r3_pass.runtime.export import Exporter, Pending
+from r3_pass.runtime.mapping import SlotMapping
+from r3_pass.runtime.rows import RowLog
+from r3_pass.runtime.sequences import Segment, SegmentBatch, SequenceTable
+from r3_pass.runtime.slots import Geometry, SlotBuffer, Slots
+
+Rows = npt.NDArray[np.int16]
+
+_EMPTY = SegmentBatch((), (), ())
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedRows:
+    """Rows that left the slot buffer together with their KV; `Session.insert` takes them back.
+
+    Attributes:
+        rows: int16 [n, M, K] on the host.
+        layers: decoder layer of each of the M columns.
+        version: weight version that made them.
+        checksum: CRC-32 of the rows' bytes.
+    """
+
+    rows: Rows
+    layers: tuple[int, ...]
+    version: Hashable
+    checksum: int
+
+
+@dataclasses.dataclass
+class _Copy:
+    """Rows on their way to the row log, and what is checked when they arrive."""
+
+    pending: Pending
+    first_row: int
+    steps: int
+    """Steps made since the attachment when this was queued: how often each layer must have been written; 0 for a prefix."""
+
+
+class Session:
+    """Made by `r3_pass.runtime.attach`. All methods may be called from any thread; a lock orders them.
+
+    Attributes:
+        version: tag of the weights that make rows now (see `weights_changed`).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        num_slots: int | None,
+        max_tokens: int | None,
+        num_layers: int | None = None,
+        adapter: EngineAdapter | None = None,
+        reasons: Any = None,
+    ) -> None:
+        self.version: Hashable = None
+        self._lock = threading.RLock()
+        self._num_layers = num_layers
+        self._num_slots = num_slots
+        self._device = device
+        self._adapter = adapter
+        self._reasons = reasons
+        self._buffer: SlotBuffer | None = None
+        self._table: SequenceTable | None = None
+        self._mapping: SlotMapping | None = None
+        self._exporter = Exporter(device)
+        self._copies: deque[_Copy] = deque()
+        self._failure: R3Error | None = None
+        self._step: _Step | None = None
+        self._steps = 0
+        self._proved = False
+        self._detached = False
+        self._binding = Binding(model, device, self._lay_out)
+        if num_slots is not None:
+            self._wake(num_slots, max_tokens or num_slots)
+
+    # ---- layout -------------------------------------------------------------------------------------------------
+    @property
+    def geometry(self) -> Geometry:
+        """Shape and bytes of the slot buffer.
+
+        Raises: RefusedConfiguration while they are not known: before the first graph has shown the router's top-k, or without
+            a KV cache.
+        """
+        with self._lock:
+            return self._laid_out().geometry
+
+    def _laid_out(self) -> SlotBuffer:
+        if self._buffer is None:
+            why = (
+                "the engine has no KV cache now (released, or not started)"
+                if self._num_slots is None
+                else "no routing graph has run yet, and the model's config does not say its top-k"
+            )
+            raise RefusedConfiguration(f"the slot buffer is not laid out: {why}. Run one step (all slots -1 will do), then ask again.")
+        return self._buffer
+
+    def _wake(self, num_slots: int, max_tokens: int) -> None:
+        binding = self._binding
+        self._num_slots = num_slots
+        self._mapping = SlotMapping(max_tokens, self._device)
+        binding.mapping = self._mapping.static
+        expected = binding.structure.expected(binding.container) if binding.container is not None else ()
+        layers = binding.layers or expected
+        top_k = binding.top_k or binding.structure.top_k or 0
+        if layers and top_k:
+            self._lay_out(layers, top_k)
+
+    def _lay_out(self, layers: tuple[int, ...], top_k: int) -> None:
+        """Allocate the buffer for these stored layers, keeping rows that are there; called by the binding at a first graph too."""
+        binding = self._binding
+        if self._num_slots is None:
+            binding.layers, binding.top_k = layers, top_k
+            return
+        if self._proved and (layers != binding.layers or top_k != binding.top_k):
+            raise BufferLayoutError(
+                f"a graph routes layers {sorted(set(layers) - set(binding.layers))} with top-k {top_k}; the buffer was laid out in the first "
+                f"step for {len(binding.layers)} layers and top-k {binding.top_k}. Compile all of the model before its first step."
+            )
+        geometry = Geometry(self._num_slots, self._count_layers(layers), layers, top_k)
+        fresh = SlotBuffer(geometry, self._device)
+        binding.layers, binding.top_k = layers, top_k
+        binding.buffer = fresh.data
+        with torch.inference_mode(False):
+            binding.state = torch.zeros(STATE_CALLS + len(layers), dtype=torch.int32, device=self._device)
+        binding.calls = [0] * len(layers)
+        self._buffer = fresh
+        if self._table is None or self._table.rows.row_shape != geometry.row_shape:
+            self._table = SequenceTable(RowLog(geometry.row_shape))
+        self._steps = 0
+
+    def _count_layers(self, layers: tuple[int, ...]) -> int:
+        if self._num_layers is not None:
+            return self._num_layers
+        container = self._binding.container
+        known = self._binding.structure.num_layers(container) if container is not None else 0
+        return max(known, layers[-1] + 1)
+
+    # ---- steps --------------------------------------------------------------------------------------------------
+    def step(self, slot_mapping: Slots, segments: SegmentBatch | Iterable[Segment] = _EMPTY) -> _Step:
+        """Around exactly one forward of the model.
+
+        Args:
+            slot_mapping: int [T], KV slot of each token in flattened order, -1 for padding; on the host, or on the model's device.
+            segments: which tokens are whose, one after the other from index 0; their rows go to their requests. What follows
+                them in the mapping must be -1. None: rows stay in the buffer only.
+
+        Raises, when entered: BufferLayoutError for a mapping that cannot be, MissingRoutes for a gap, and what an earlier step found
+            out too late to raise itself. When left: PartialCapture or NoRouterFound if a layer was not written.
+        """
+        return _Step(self, slot_mapping, SegmentBatch.of(segments))
+
+    def _enter(self, step: _Step) -> None:
+        with self._lock:
+            self._usable()
+            if self._step is not None:
+                raise RefusedConfiguration(
+                    "a step is open already: it was entered twice, or the engine left a step in the middle without closing its "
+                    "context. Use `with session.step(...)` around exactly one forward."
+                )
+            self._collect(wait=False)
+            self._raise_failure()
+            if self._mapping is None or self._num_slots is None:
+                raise RefusedConfiguration("the KV cache was released: a step has no slots. Call wake(num_slots) first.")
+            if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise RefusedConfiguration(
+                    "session.step was entered inside a CUDA graph capture, so its slot mapping would be baked into the graph. Enter the "
+                    "step first (with all slots -1), then capture the forward inside it."
+                )
+            binding = self._binding
+            if binding.weights_replaced():
+                binding.claim()
+            checked = self._mapping.check(step.slots, self._num_slots, step.batch.num_tokens)
+            if self._table is not None:
+                self._table.check(step.batch)
+            elif step.batch.num_tokens and int(step.batch.starts.max()) > 0:
+                SequenceTable(RowLog((1, 1))).check(step.batch)
+            self._mapping.put(checked)
+            if isinstance(checked, Tensor):
+                self._flag_duplicates(checked)
+            binding.calls = [0] * len(binding.layers)
+            binding.capturing = False
+            binding.problems.clear()
+            binding.refused.clear()
+            binding.tokens = len(checked)
+            self._step = step
+
+    def _flag_duplicates(self, slots: Tensor) -> None:
+        if self._buffer is None or slots.shape[0] < 2:
+            return
+        ordered = torch.sort(slots).values
+        twice = ((ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0)).any()
+        self._binding.state[STATE_ERRORS] |= twice.to(torch.int32) * ERROR_DUPLICATE
+
+    def _exit(self, step: _Step, failed: bool) -> None:
+        with self._lock:
+            self._step = None
+            binding = self._binding
+            tokens, binding.tokens = binding.tokens, None
+            if self._mapping is not None and (binding.captured or failed):
+                self._mapping.close()
+            if failed:
+                self._steps += int(bool(binding.calls) and all(binding.calls))
+                self._resynchronise()
+                return
+            if tokens:
+                self._check_coverage()
+            if self._buffer is None:
+                return
+            if not binding.capturing and tokens:
+                self._steps += 1
+            if step.batch.num_tokens:
+                assert self._table is not None and self._mapping is not None
+                first = self._table.extend(step.batch)
+                rows = self._buffer.gather(self._mapping.slots(step.batch.num_tokens))
+                self._copies.append(_Copy(self._exporter.submit(rows, binding.state), first, self._steps))
+            elif self._device.type != "cpu":
+                empty = self._buffer.data[:0]
+                self._copies.append(_Copy(self._exporter.submit(empty, binding.state), -1, self._steps))
+            else:
+                self._check_flags(binding.state.numpy(), self._steps)
+                self._raise_failure()
+            if self._device.type == "cpu":
+                self._collect(wait=True)
+                self._raise_failure()
+
+    def _resynchronise(self) -> None:
+        """After a forward that raised, some layers may have been written and others not: count anew from here."""
+        self._collect(wait=True)
+        self._binding.state.zero_()
+        self._steps = 0
+
+    def _check_coverage(self) -> None:
+        """Every expected layer wrote once in this step; told apart from a CUDA graph that was replayed unseen."""
+        binding = self._binding
+        if binding.refused:
+            raise RefusedConfiguration(
+                "the model routes in a way that cannot be recorded:\n  " + "\n  ".join(binding.refused) + "\nIt has no fixed expert ids per "
+                "token that a trainer could replay; detach, or record another model."
+            )
+        if binding.calls and all(binding.calls) and not binding.problems:
+            self._proved = True
+            return
+        if binding.captured and not any(binding.calls) and not binding.problems:
+            return  # the device counts, and its count comes with the rows
+        written = [layer for layer, calls in zip(binding.layers, binding.calls, strict=True) if calls]
+        missing = [layer for layer in binding.layers if layer not in written]
+        reasons = list(binding.problems) + [f"layer {layer}: {self._why(layer)}" for layer in missing]
+        advice = (
+            "Run r3_pass.explain(model, ...) for every candidate. A layer whose graph did not run fell back to eager: a graph break "
+            "inside it, a disabled region, Dynamo's recompilation limit, or a call that bypassed the compiled wrapper."
+        )
+        if not written and not binding.problems:
+            raise NoRouterFound(
+                f"no compiled MoE layer of {type(binding.model).__name__} ran in this step"
+                + (f" ({len(missing)} were expected):\n  " + "\n  ".join(reasons[:8]) if missing else ", and its modules show none.")
+                + f"\n{advice}"
+            )
+        raise PartialCapture(
+            f"{len(written)} of {len(binding.layers)} MoE layers were captured in this step.\n  " + "\n  ".join(reasons[:16]) + f"\n{advice}"
+        )
+
+    def _why(self, layer: int) -> str:
+        from r3_pass.structure import Block
+
+        binding = self._binding
+        evidence = binding.structure.experts.get(Block(binding.container or "", layer), binding.modules.get(layer, "expected"))
+        rejected = self._reasons(layer) if self._reasons is not None else ""
+        return f"{evidence}; " + (rejected or "no graph of it ran")
+
+    # ---- copies and what the device found -----------------------------------------------------------------------
+    def _collect(self, wait: bool, up_to: int | None = None) -> None:
+        """Take in the copies that have arrived; with `wait`, all of them, or those with rows up to a number."""
+        while self._copies and (self._copies[0].pending.done() or wait):
+            if up_to is not None and not self._copies[0].pending.done() and self._copies[0].first_row > up_to:
+                return
+            copy = self._copies.popleft()
+            rows, flags = copy.pending.wait()
+            wrong = flags is not None and copy.steps and not self._check_flags(flags, copy.steps)
+            if copy.first_row >= 0 and self._table is not None and len(rows):
+                self._table.rows.fill(copy.first_row, np.full_like(rows, -1) if wrong else rows)
+            copy.pending.release()
+
+    def _check_flags(self, flags: npt.NDArray[np.int32], steps: int) -> bool:
+        """What the device says of a step; a fault is kept and raised by the next call."""
+        errors = int(flags[STATE_ERRORS])
+        calls = flags[STATE_CALLS:]
+        if errors:
+            found = [
+                text
+                for bit, text in (
+                    (ERROR_TOKENS, "a forward ran over another number of tokens than the slot mapping has"),
+                    (ERROR_SLOT, "a slot was out of range"),
+                    (ERROR_DUPLICATE, "a slot stood twice in a mapping"),
+                )
+                if errors & bit
+            ]
+            self._failure = BufferLayoutError(
+                f"step {steps}: {' and '.join(found)}, found on the device. The rows of that step were not recorded. Give one slot for "
+                "each token that is forwarded, each at most once, -1 for padding."
+            )
+        elif (calls != steps).any():
+            layers = [self._binding.layers[m] for m in np.flatnonzero(calls != steps)]
+            self._failure = PartialCapture(
+                f"step {steps}: layers {layers} were written {calls[calls != steps].tolist()} times, each step should write each once. A "
+                "replayed CUDA graph lacks the record op, or holds more than one forward. Capture it inside `session.step(all -1)`."
+            )
+        else:
+            return True
+        self._binding.state.zero_()
+        self._steps = 0
+        for copy in self._copies:
+            copy.steps = 0
+        return False
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+
+    def _usable(self) -> None:
+        if self._detached:
+            raise RefusedConfiguration("this session is detached. Call r3_pass.runtime.attach again for a new one.")
+
+    # ---- requests -----------------------------------------------------------------------------------------------
+    def prefix_hit(self, request_id: Hashable, start: int, slots: Slots) -> None:
+        """Take over the rows that a prefix-cache hit skipped, from the slots that hold its KV.
+
+        Args:
+            request_id: the request.
+            start: first position that was skipped; the request has all before it.
+            slots: int [n], slot of each skipped position, in order.
+
+        Raises: MissingRoutes for a gap; StaleRoutes if a row is void: here on a CPU, by `finish` elsewhere.
+        """
+        with self._lock:
+            self._usable()
+            buffer = self._laid_out()
+            assert self._table is not None
+            if not len(slots):  # type: ignore[arg-type]  # sized: a tensor or an array
+                return
+            batch = SegmentBatch((request_id,), (start,), (len(slots),))  # type: ignore[arg-type]
+            self._table.check(batch)
+            before = self._table.end(request_id)
+            first = self._table.extend(batch)
+            for pending in self._exporter.gather_chunks(buffer, slots):  # type: ignore[arg-type]
+                self._copies.append(_Copy(pending, first, 0))
+                first += pending.num_rows
+                if self._device.type != "cpu":
+                    self._collect(wait=False)
+            if self._device.type == "cpu":
+                self._collect(wait=True)
+                rows = self._table.rows.take(self._table.numbers(request_id))
+                void = np.flatnonzero((rows[:, :, 0] < 0).any(axis=1))
+                if void.size:
+                    position = int(void[0])
+                    self._table.truncate(request_id, min(before, position))
+                    given = torch.as_tensor(slots)
+                    raise StaleRoutes(
+                        f"request {request_id!r}, position {position}: the row of slot {int(given[position - start])} is void: the slot was "
+                        "assigned to a new owner, or its weights or KV came from outside, and no forward has written it since. "
+                        "Forward these tokens again, or bring their rows with insert()."
+                    )
+
+    def assign(self, slots: Slots) -> None:
+        """These slots were handed to a new owner: their rows are void until they are written again."""
+        with self._lock:
+            self._usable()
+            if self._buffer is not None:
+                self._buffer.void(slots)
+
+    def move(self, src_slots: Slots, dst_slots: Slots) -> None:
+        """KV was copied from the first to the second slots: the rows go along."""
+        with self._lock:
+            self._usable()
+            if self._buffer is not None:
+                self._buffer.move(src_slots, dst_slots)
+
+    def extract(self, slots: Slots) -> SavedRows:
+        """The rows of these slots, to travel with KV that leaves the cache. Waits for the device."""
+        with self._lock:
+            self._usable()
+            buffer = self._laid_out()
+            rows = buffer.gather(slots).cpu().numpy()
+            return SavedRows(rows, buffer.geometry.stored, self.version, zlib.crc32(rows.tobytes()))
+
+    def insert(self, slots: Slots, rows: object) -> None:
+        """KV came back into these slots: its rows with it.
+
+        Raises: RefusedConfiguration if the rows are of another layer map, top-k or weight version, or are damaged.
+        """
+        with self._lock:
+            self._usable()
+            buffer = self._laid_out()
+            if not isinstance(rows, SavedRows):
+                raise RefusedConfiguration(f"insert takes what extract returned, got {type(rows).__name__}.")
+            ours = (buffer.geometry.stored, buffer.geometry.row_shape, self.version)
+            theirs = (rows.layers, rows.rows.shape[1:], rows.version)
+            if ours != theirs:
+                raise RefusedConfiguration(
+                    f"rows of (layers, shape, weight version) {theirs} cannot go into a buffer of {ours}. Forward these tokens again."
+                )
+            if zlib.crc32(rows.rows.tobytes()) != rows.checksum:
+                raise RefusedConfiguration("saved rows do not match their checksum: they were changed on their way. Forward the tokens again.")
+            buffer.write(slots, rows.rows)
+
+    def preempt(self, request_id: Hashable, num_tokens: int) -> None:
+        """The request will be forwarded again; rows of its first num_tokens - 1 positions that were exported stay what they are."""
+        with self._lock:
+            self._usable()
+            if self._table is not None:
+                self._table.preempt(request_id, num_tokens)
+
+    def finish(self, request_id: Hashable, num_tokens: int) -> Rows:
+        """The routing of a finished request.
+
+        Returns: int16 [num_tokens - 1, num_layers, top_k], read-only. Row t is the token at position t.
+        Raises: MissingRoutes if a row is missing or the request is unknown (nothing is lost: `abort` still returns what is there);
+            StaleRoutes if a row came from a slot without an owner's row.
+        """
+        with self._lock:
+            self._usable()
+            if self._table is None:
+                raise MissingRoutes(f"request {request_id!r} is unknown: no step has run. Pass segments with every step.")
+            self._arrive(request_id)
+            self._raise_failure()
+            rows = self._table.finish(request_id, num_tokens, self._complete)
+            return self._expand(rows)
+
+    def abort(self, request_id: Hashable, num_tokens: int) -> Rows:
+        """The rows that an aborted request has, from position 0 on without a gap, num_tokens - 1 at most; it is forgotten."""
+        with self._lock:
+            self._usable()
+            if self._table is None:
+                geometry = self._buffer.geometry if self._buffer is not None else None
+                return np.full((0, geometry.num_layers if geometry else 0, geometry.top_k if geometry else 0), -1, np.int16)
+            self._arrive(request_id)
+            rows = self._table.abort(request_id, num_tokens)
+            void = np.flatnonzero((rows[:, :, 0] < 0).any(axis=1))
+            return self._expand(rows[: int(void[0])] if void.size else rows)
+
+    def _arrive(self, request_id: Hashable) -> None:
+        assert self._table is not None
+        numbers = self._table.numbers(request_id)
+        self._collect(wait=bool(numbers.size), up_to=int(numbers.max()) if numbers.size else None)
+
+    def _complete(self, request_id: Hashable, rows: Rows) -> None:
+        """The last look before rows leave: every stored layer of every row was really written."""
+        void = np.flatnonzero((rows[:, :, 0] < 0).any(axis=1))
+        if void.size:
+            raise StaleRoutes(
+                f"request {request_id!r}, position {int(void[0])} ({void.size} of {len(rows)} rows): its row is void: it came from a slot that "
+                "was assigned to a new owner and not written since, or from a step that failed. The request stays registered: abort "
+                "it, or forward these tokens again."
+            )
+
+    def _expand(self, rows: Rows) -> Rows:
+        expanded = self._geometry_of_rows().expand(rows)
+        expanded.flags.writeable = False
+        return expanded
+
+    def _geometry_of_rows(self) -> Geometry:
+        if self._buffer is not None:
+            return self._buffer.geometry
+        layers = self._binding.layers
+        return Geometry(1, self._count_layers(layers), layers, self._binding.top_k)
+
+    def read(self, slots: Slots) -> Rows:
+        """The rows of these slots as they are now; waits for the device.
+
+        Returns: int16 [len(slots), num_layers, top_k], -1 where nothing was captured.
+        """
+        with self._lock:
+            self._usable()
+            buffer = self._laid_out()
+            rows = buffer.gather(slots).cpu().numpy()
+            self._collect(wait=True)
+            self._raise_failure()
+            return buffer.geometry.expand(rows)
+
+    # ---- life cycle ---------------------------------------------------------------------------------------------
+    def weights_changed(self, tag: Hashable) -> None:
+        """New weights: every slot's row is void; rows that running requests have stay. `tag` names the new version."""
+        with self._lock:
+            self._usable()
+            self._collect(wait=True)
+            if self._buffer is not None:
+                self._buffer.void_all()
+            self._binding.claim()
+            self.version = tag
+
+    def release(self) -> None:
+        """The KV cache is freed: so is the buffer. Copies in flight are drained; requests that were running are dropped."""
+        with self._lock:
+            self._usable()
+            self._exporter.drain()
+            for copy in self._copies:
+                copy.pending.release()
+            self._copies.clear()
+            self._table = None
+            self._buffer = None
+            self._mapping = None
+            self._num_slots = None
+            self._binding.buffer = None
+            self._binding.captured = False
+
+    def wake(self, num_slots: int, max_tokens: int | None = None) -> None:
+        """A KV cache of `num_slots` slots exists again, every row void; compiled graphs are bound to it without recompilation."""
+        with self._lock:
+            self._usable()
+            if self._num_slots is not None and self._buffer is not None:
+                self.release()
+            self._proved = False
+            self._wake(num_slots, max_tokens or num_slots)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Forwards inside write nothing: dummy runs, warm-up, a drafter that shares the target's graphs."""
+        with self._lock:
+            self._usable()
+            held, self._binding.tokens = self._binding.tokens, None
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._binding.tokens = held
+
+    def detach(self) -> None:
+        """Restore everything: the engine's methods, the model's weights; the compiled model runs its plain graphs again."""
+        if self._adapter is not None:
+            self._adapter.uninstall()
+        with self._lock:
+            if self._detached:
+                return
+            self._binding.tokens = None
+            self.release()
+            self._binding.release_weights()
+            self._detached = True
+
+    def check_integrity(self) -> None:
+        """Assert every invariant of the session's parts; for tests."""
+        with self._lock:
+            if self._buffer is not None:
+                self._buffer.check_integrity()
+                assert self._binding.buffer is self._buffer.data
+                assert self._buffer.geometry.stored == self._binding.layers
+            if self._table is not None:
+                self._table.check_integrity()
+            assert self._step is not None or self._binding.tokens is None
+
+
+class _Step:
+    """The context of one step; see `Session.step`."""
+
+    __slots__ = ("batch", "session", "slots")
+
+    def __init__(self, session: Session, slots: Slots, batch: SegmentBatch) -> None:
+        self.session = session
+        self.slots = slots
+        self.batch = batch
+
+    def __enter__(self) -> Session:
+        self.session._enter(self)
+        return self.session
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.session._exit(self, failed=error is not None)
