@@ -28,7 +28,9 @@ def fake_mode_of(graph: fx.Graph) -> FakeTensorMode | None:
     return context.fake_mode if context is not None else None
 
 
-def add_input(graph: fx.Graph, mode: FakeTensorMode, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> fx.Node:
+def add_input(
+    graph: fx.Graph, mode: FakeTensorMode, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> fx.Node:
     """Append a placeholder for a persistent tensor.
 
     Args:

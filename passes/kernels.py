@@ -42,13 +42,13 @@ def record_kernel(  # type: ignore[no-untyped-def]
     if expected != tokens:
         if first & (site == 0) & (expected >= 0):
             tl.atomic_or(state + _ERRORS, _WRONG_TOKENS)
-    elif column >= 0:
+    elif (column >= 0) | (site == 0):
         address = tl.load(table + site * 3)
         stride = tl.load(table + site * 3 + 1)
         width = tl.load(table + site * 3 + 2)
         token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        inside = token < tokens
-        slot = tl.load(slots + _HEADER + token, mask=inside, other=-1)
+        inside = (token < tokens) & (column >= 0)
+        slot = tl.load(slots + _HEADER + token, mask=token < tokens, other=-1)
         wrong = (slot < -1) | (slot >= num_slots)
         if site == 0:
             found = tl.max(wrong.to(tl.int32), 0)
@@ -64,7 +64,7 @@ def record_kernel(  # type: ignore[no-untyped-def]
             ids = tl.load(address.to(tl.pointer_type(tl.int32)) + offsets, mask=mask, other=-1).to(tl.int16)
         target = buffer + row[:, None] * (stored * top_k) + column * top_k + k[None, :]
         tl.store(target, ids, mask=inside[:, None] & (k < top_k)[None, :])
-        if first:
+        if first & (column >= 0):
             tl.atomic_add(state + _CALLS + column, 1)
 
 

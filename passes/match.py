@@ -63,7 +63,13 @@ def match(graph: fx.Graph, broken: bool = False, weight: Callable[[fx.Node], boo
         claims = [(form, found) for form in forms() if (found := form.find(flow, node)) is not None]
         if len(claims) > 1:
             names = ", ".join(form.name for form, _ in claims)
-            decided.append((claims[0][1], None, _reject(node, f"several forms claim it: {names}; make their `find` disjoint", True)))
+            decided.append(
+                (
+                    claims[0][1],
+                    None,
+                    _reject(node, f"several forms claim it: {names}; make their `find` disjoint", True),
+                )
+            )
         elif claims:
             decided.append((claims[0][1], *_decide(flow, *claims[0], broken)))
     return _combine(flow, decided)
@@ -75,7 +81,10 @@ def _decide(flow: DataFlow, form: RoutingForm, selection: Selection, broken: boo
         return None, _decide_table(flow, form, selection, broken)
     shape = dims(selection.scores)
     if not shape or not isinstance(shape[selection.dim], int):
-        return None, _reject(node, f"it runs over a dimension of no fixed size ({shape[selection.dim] if shape else '?'}): tokens, not experts")
+        return None, _reject(
+            node,
+            f"it runs over a dimension of no fixed size ({shape[selection.dim] if shape else '?'}): tokens, not experts",
+        )
     experts = shape[selection.dim]
     if not selection.ids or not any(flow.users(i) or i in flow.outputs for i in selection.ids):
         return None, _reject(node, "its indices are not used, only its values (the score of a group, say)")
@@ -84,12 +93,16 @@ def _decide(flow: DataFlow, form: RoutingForm, selection: Selection, broken: boo
     if not trace.roots:
         return trace, _reject(node, trace.why_not, trace.over_tokens and _experts_choose(flow, selection))
     if all(isinstance(r.width, int) and r.width < experts for r in trace.roots) and len(trace.roots) == 1:
-        return trace, _reject(node, f"it runs over {experts} values, the linear behind it has {trace.roots[0].width} outputs", gate=gate)
+        return trace, _reject(
+            node, f"it runs over {experts} values, the linear behind it has {trace.roots[0].width} outputs", gate=gate
+        )
     dispatch = follow_ids(flow, selection.ids, trace.roots, experts)
     recorded = _recorded(flow, selection, dispatch)
     proved = dispatch.proved
     if not proved and not (broken and dispatch.escapes):
-        return trace, _reject(node, "its ids choose no parameters: " + ("; ".join(dispatch.fates) or "they are never used"), gate=gate)
+        return trace, _reject(
+            node, "its ids choose no parameters: " + ("; ".join(dispatch.fates) or "they are never used"), gate=gate
+        )
     if trace.couples_tokens is not None and proved:
         why = f"the scores of one token depend on the other tokens of the batch ({trace.couples_tokens.name}: sinkhorn or the like)"
         return trace, _reject(node, why + ", so a token has no ids of its own to replay", True, gate)
@@ -109,6 +122,7 @@ def _decide(flow: DataFlow, form: RoutingForm, selection: Selection, broken: boo
         layer=layer_in_path(module_path(node)),
         proved=proved,
         selections=(node,),
+        overwritten=flow.overwritten(recorded),
     )
     return trace, site
 
@@ -127,7 +141,7 @@ def _decide_table(flow: DataFlow, form: RoutingForm, selection: Selection, broke
     return Accepted(
         form=form.name, num_experts=int(experts), top_k=top_k, columns=(node,), id_dim=id_dim, gate=flow.weights(table),
         experts=tuple(dispatch.weights), module=module_path(node), layer=layer_in_path(module_path(node)), proved=True,
-        selections=(node,),
+        selections=(node,), overwritten=flow.overwritten(node),
     )  # fmt: skip
 
 
@@ -136,9 +150,9 @@ def _experts_choose(flow: DataFlow, selection: Selection) -> bool:
     assert selection.scores is not None
     shape = dims(selection.scores)
     others = [s for i, s in enumerate(shape) if i != selection.dim % len(shape)]
-    return any(isinstance(e, int) and e > 1 and bool(follow_ids(flow, selection.ids, (), e).events) for e in others) or any(
-        _picks_for_experts(flow, selection, e) for e in others
-    )
+    return any(
+        isinstance(e, int) and e > 1 and bool(follow_ids(flow, selection.ids, (), e).events) for e in others
+    ) or any(_picks_for_experts(flow, selection, e) for e in others)
 
 
 def _picks_for_experts(flow: DataFlow, selection: Selection, experts: Any) -> bool:
@@ -194,7 +208,11 @@ def _columns_of(selection: Selection, recorded: fx.Node) -> tuple[int | None, in
     if not selection.alone or selection.scores is None:
         scores = dims(selection.scores) if selection.scores is not None else ()
         if selection.scores is None:
-            return (len(shape) - 1, int(shape[-1])) if len(dims(selection.node)) and _table_has_columns(selection.node) else (None, 1)
+            return (
+                (len(shape) - 1, int(shape[-1]))
+                if len(dims(selection.node)) and _table_has_columns(selection.node)
+                else (None, 1)
+            )
         if len(shape) == len(scores) and shape[selection.dim] == 1:
             return selection.dim % len(shape), 1
         return None, 1
@@ -220,7 +238,10 @@ def _form_name(flow: DataFlow, form: RoutingForm, selection: Selection, trace: T
         parts.append("grouped")
     after = [form.name]
     if not parts and any(
-        spelling(u) == "softmax" for v in flow.users(selection.node) if spelling(v) == "getitem" and v.args[1] == 0 for u in _near(flow, v)
+        spelling(u) == "softmax"
+        for v in flow.users(selection.node)
+        if spelling(v) == "getitem" and v.args[1] == 0
+        for u in _near(flow, v)
     ):
         after.append("softmax")
     return "_".join(parts + after)
@@ -264,13 +285,20 @@ def _combine(flow: DataFlow, decided: list[tuple[Selection, Trace | None, Decisi
             sites.append(_joined(found))
         elif sum(site.proved for site in found) == 1:
             sites.extend(site for site in found if site.proved)
-            rejected.extend(_reject(s.selections[0], "another selection on this router is the one that reaches experts") for s in found if not s.proved)
+            rejected.extend(
+                _reject(s.selections[0], "another selection on this router is the one that reaches experts")
+                for s in found
+                if not s.proved
+            )
         else:
             last = _final(flow, group)
             if last is not None:
                 sites.append(last)
             else:
-                rejected.extend(_reject(s.selections[0], "several selections on one router reach experts", True, s.gate) for s in found)
+                rejected.extend(
+                    _reject(s.selections[0], "several selections on one router reach experts", True, s.gate)
+                    for s in found
+                )
     sites.sort(key=lambda s: flow.order[s.selections[0]])
     return Match(tuple(sites), tuple(rejected))
 
@@ -295,6 +323,7 @@ def _joined(found: list[Accepted]) -> Accepted:
         layer=first.layer,
         proved=any(site.proved for site in found),
         selections=tuple(site.selections[0] for site in found),
+        overwritten=any(site.overwritten for site in found),
     )
 
 

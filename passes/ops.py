@@ -17,9 +17,9 @@ HEADER = 2
 """Entries of the slot mapping before the first slot: tokens of the running step (-1 outside a step, in which nothing is
 written), and one that keeps the slots aligned."""
 STATE_ERRORS = 0
-"""state[0]: what the device found wrong, a sum of the ERROR_ bits; sticky until the host has read it."""
+"""state[0]: what the device found wrong in the running step, a sum of the ERROR_ bits; cleared by the host."""
 STATE_CALLS = 1
-"""state[1 + m]: how often stored layer m was written, ever. The host compares it with the steps it made."""
+"""state[1 + m]: how often stored layer m was written in the running step. The host expects once, and clears it."""
 
 ERROR_TOKENS = 1
 """A forward ran over another number of tokens than the slot mapping has."""
@@ -43,6 +43,8 @@ def record_reference(buffer: Tensor, state: Tensor, slots: Tensor, columns: Tens
         ids: N integer tensors [T, k], k <= K; columns past k are written as -1.
     """
     tokens = ids[0].shape[0]
+    if tokens == 0:
+        return
     expected = int(slots[0])
     if expected != tokens:
         if expected >= 0:
@@ -57,7 +59,10 @@ def record_reference(buffer: Tensor, state: Tensor, slots: Tensor, columns: Tens
     kept = [n for n, column in enumerate(columns.tolist()) if column >= 0]
     if not kept:
         return
-    padded = [i if i.shape[1] == top_k else torch.nn.functional.pad(i, (0, top_k - i.shape[1]), value=-1) for i in (ids[n] for n in kept)]
+    padded = [
+        i if i.shape[1] == top_k else torch.nn.functional.pad(i, (0, top_k - i.shape[1]), value=-1)
+        for i in (ids[n] for n in kept)
+    ]
     values = torch.stack(padded, 1).to(torch.int16)
     where = columns if len(kept) == len(ids) else columns[kept]
     if len(kept) == stored and torch.equal(where, torch.arange(stored)):

@@ -22,7 +22,7 @@ from torch import fx
 from r3_pass.passes import ops
 from r3_pass.passes.inputs import add_input, fake_mode_of
 from r3_pass.passes.site import Accepted
-from r3_pass.registry.dataflow import plain, subgraph_of, value
+from r3_pass.registry.dataflow import bound, dims, plain, product, subgraph_of, value
 
 BUFFER, STATE, SLOTS, COLUMNS = "buffer", "state", "slots", "columns"
 
@@ -73,11 +73,12 @@ def rewrite(module: fx.GraphModule, sites: Sequence[Accepted], device: torch.dev
     mode = fake_mode_of(module.graph)
     if mode is None:
         return "the graph carries no traced values"
-    wanted = {node for site in sites for node in site.columns}
-    copy, where = _copy(module, wanted)
+    copy, where = _copy(module, _wanted(sites))
     graph = copy.graph
     output = next(n for n in graph.nodes if n.op == "output")
-    found = tuple(_occurrences(module, sites, where))
+    found = tuple(_occurrences(sites, where))
+    if reason := unequal(found):
+        return reason
     added = (
         add_input(graph, mode, BUFFER, (7, 5, 3), torch.int16, device),
         add_input(graph, mode, STATE, (11,), torch.int32, device),
@@ -96,21 +97,47 @@ def rewrite(module: fx.GraphModule, sites: Sequence[Accepted], device: torch.dev
 
 def occurrences(module: fx.GraphModule, sites: Sequence[Accepted]) -> tuple[Occurrence, ...]:
     """Where each site runs, without a rewrite to use; for explanations."""
-    _, where = _copy(module, {node for site in sites for node in site.columns})
-    return tuple(_occurrences(module, sites, where))
+    _, where = _copy(module, _wanted(sites))
+    return tuple(_occurrences(sites, where))
 
 
-def insert_record(graph: fx.Graph, occurrences: Sequence[Occurrence], added: Sequence[fx.Node]) -> tuple[list[fx.Node], Any]:
-    """Insert the record op at the graph's insertion point; returns the [T, k] ids and the token count (int or node)."""
-    flat = [_flatten(graph, occurrence) for occurrence in occurrences]
+def insert_record(
+    graph: fx.Graph, found: Sequence[Occurrence], added: Sequence[fx.Node], count: bool = True
+) -> tuple[list[fx.Node], Any]:
+    """Insert the record op at the graph's insertion point.
+
+    Args:
+        count: also make a node for the token count where that is symbolic.
+
+    Returns: the [T, k] ids of each site, and the token count: an int, a node, or None if it was not asked for.
+    """
+    flat = [_flatten(graph, occurrence) for occurrence in found]
     graph.call_function(ops.record, (*added, flat))
     seen = value(flat[0])
     tokens = plain(seen.shape[0]) if isinstance(seen, torch.Tensor) else None
-    if isinstance(tokens, int):
-        return flat, tokens
+    if isinstance(tokens, int) or not count:
+        return flat, tokens if isinstance(tokens, int) else None
     size = graph.call_method("size", (flat[0], 0))
     size.meta["example_value"] = seen.shape[0] if isinstance(seen, torch.Tensor) else None
     return flat, size
+
+
+def unequal(found: Sequence[Occurrence]) -> str:
+    """Why these sites have no place in one step; "" if they have."""
+    counts: dict[Any, None] = {}
+    for occurrence in found:
+        shape = dims(occurrence.columns[0])
+        at = None if occurrence.site.id_dim is None else occurrence.site.id_dim % max(len(shape), 1)
+        counts[product([size for dim, size in enumerate(shape) if dim != at])] = None
+    if len(counts) < 2:
+        return ""
+    return f"its layers route different numbers of tokens ({', '.join(map(str, counts))}), and a step has one slot a token"
+
+
+def kept(graph: fx.Graph, ids: fx.Node) -> fx.Node:
+    """A copy of ids as they are where they are made."""
+    with graph.inserting_after(ids):
+        return _call(graph, "clone", ids, ())
 
 
 def _flatten(graph: fx.Graph, occurrence: Occurrence) -> fx.Node:
@@ -151,15 +178,24 @@ def _fake(node: fx.Node, function: Any, args: tuple[Any, ...]) -> None:
     node.meta["val"] = result
 
 
-def _copy(module: fx.GraphModule, wanted: set[fx.Node]) -> tuple[fx.GraphModule, dict[tuple[fx.Node, fx.Node | None], fx.Node]]:
+Path = tuple[fx.Node, ...]  # calls of nested graphs, the outermost first; () for a value of the outer graph itself
+Where = dict[tuple[fx.Node, Path], fx.Node]
+
+
+def _wanted(sites: Sequence[Accepted]) -> dict[fx.Node, bool]:
+    """The values that hold ids; True for those that the graph changes in place later, so that a copy must be kept."""
+    return {node: site.overwritten for site in sites for node in site.columns}
+
+
+def _copy(module: fx.GraphModule, wanted: dict[fx.Node, bool]) -> tuple[fx.GraphModule, Where]:
     """Copy a graph, handing the wanted values of nested graphs out to it.
 
-    Returns: the copy, and where each wanted value now is, by (original value, original call of its nested graph or None).
+    Returns: the copy, and where each wanted value now is, by the original value and the original calls that lead to it.
     """
     graph = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
-    where: dict[tuple[fx.Node, fx.Node | None], fx.Node] = {}
-    attributes: dict[str, fx.GraphModule] = {}
+    where: Where = {}
+    bodies: dict[str, fx.GraphModule] = {}
     for node in module.graph.nodes:
         nested = subgraph_of(node)
         new = graph.node_copy(node, lambda n: mapping[n])
@@ -167,40 +203,42 @@ def _copy(module: fx.GraphModule, wanted: set[fx.Node]) -> tuple[fx.GraphModule,
         if node.op == "placeholder" and hasattr(node, "_dynamo_source"):
             new._dynamo_source = node._dynamo_source  # type: ignore[attr-defined]
         if node in wanted:
-            where[(node, None)] = new
-        if nested is None:
-            continue
-        inner = [n for n in _all_nodes(nested) if n in wanted]
-        if not inner:
+            where[(node, ())] = kept(graph, new) if wanted[node] else new
+        if nested is None or not any(n in wanted for n in _all_nodes(nested)):
             continue
         body, inside = _copy(nested, wanted)
         results = next(n for n in body.graph.nodes if n.op == "output")
-        handed = list(results.args[0]) if isinstance(results.args[0], tuple | list) else [results.args[0]]
-        extra = list(inside.items())
-        results.args = ((*handed, *(value_ for _, value_ in extra)),)
+        handed = list(results.args[0])
+        results.args = ((*handed, *inside.values()),)
         body.recompile()
         reference = next(a for a in node.args if isinstance(a, fx.Node) and a.op == "get_attr")
-        name = f"r3_{str(reference.target).replace('.', '_')}_{len(attributes)}"
-        attributes[name] = body
+        name = f"r3_{str(reference.target).replace('.', '_')}_{len(bodies)}"
+        bodies[name] = body
         with graph.inserting_before(new):
             pointer = graph.get_attr(name)
         new.args = tuple(pointer if a is mapping[reference] else a for a in new.args)
         seen = value(node)
         if isinstance(seen, tuple | list):
-            new.meta["example_value"] = (*seen, *(value(v) for _, v in extra))
-        for position, ((original, _), copied) in enumerate(extra):
+            new.meta["example_value"] = (*seen, *(value(v) for v in inside.values()))
+        for position, ((original, path), copied) in enumerate(inside.items()):
             item = graph.call_function(operator.getitem, (new, len(handed) + position))
             item.meta["example_value"] = value(copied)
-            where[(original, node)] = item
-    copy = fx.GraphModule(module, graph)
-    for name, body in attributes.items():
-        setattr(copy, name, body)
+            where[(original, (node, *path))] = item
+    held = {str(n.target) for n in graph.nodes if n.op in ("get_attr", "call_module")}
+    copy = fx.GraphModule({name: bodies.get(name) or _attribute(module, name) for name in held}, graph)
+    copy.training = module.training
     copy.meta = dict(module.meta)
     for carried in ("_param_name_to_source", "shape_env", "compile_subgraph_reason"):
         if hasattr(module, carried):
             setattr(copy, carried, getattr(module, carried))
-    copy.recompile()
     return copy, where
+
+
+def _attribute(module: fx.GraphModule, name: str) -> Any:
+    found: Any = module
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
 
 
 def _all_nodes(module: fx.GraphModule) -> Iterable[fx.Node]:
@@ -211,23 +249,31 @@ def _all_nodes(module: fx.GraphModule) -> Iterable[fx.Node]:
             yield from _all_nodes(nested)
 
 
-def _occurrences(
-    module: fx.GraphModule, sites: Sequence[Accepted], where: dict[tuple[fx.Node, fx.Node | None], fx.Node]
-) -> Iterable[Occurrence]:
+def _occurrences(sites: Sequence[Accepted], where: Where) -> Iterable[Occurrence]:
     for site in sites:
-        calls = [call for (node, call) in where if node is site.columns[0]]
-        first: fx.Node | None = calls[0]
-        for call in calls:
-            gate = tuple(_as_called(weight, first, call) for weight in site.gate)
-            experts = tuple(_as_called(weight, first, call) for weight in site.experts)
-            yield Occurrence(site, gate, experts, tuple(where[(column, call)] for column in site.columns))
+        paths = [path for node, path in where if node is site.columns[0]]
+        for path in paths:
+            gate = tuple(w for weight in site.gate if (w := _as_called(weight, paths[0], path)) is not None)
+            experts = tuple(w for weight in site.experts if (w := _as_called(weight, paths[0], path)) is not None)
+            yield Occurrence(site, gate, experts, tuple(where[(column, path)] for column in site.columns))
 
 
-def _as_called(weight: fx.Node, first: fx.Node | None, call: fx.Node | None) -> fx.Node:
-    """The weight that stands at the same place in another call of the nested graph."""
-    if first is call or first is None or call is None:
+def _as_called(weight: fx.Node, first: Path, path: Path) -> fx.Node | None:
+    """What comes in along `path` at the place where `weight` comes in along `first`; None if that is no plain argument."""
+    if first == path:
         return weight
-    for ours, theirs in zip(first.args, call.args, strict=True):
-        if ours is weight and isinstance(theirs, fx.Node):
-            return theirs
-    return weight
+    inside: fx.Node | None = weight
+    for call in first:
+        nested = subgraph_of(call)
+        assert nested is not None, "a path is made of calls"
+        inside = next((p for p, given in bound(call, nested).items() if given is inside), None)
+        if inside is None:
+            return None
+    for call in reversed(path):
+        nested = subgraph_of(call)
+        assert nested is not None, "a path is made of calls"
+        given = bound(call, nested).get(inside)
+        if not isinstance(given, fx.Node) or given.op not in ("placeholder", "get_attr"):
+            return None
+        inside = given
+    return inside

@@ -23,6 +23,7 @@ class Accepted:
         layer: decoder layer as the module path tells it, from a frame that holds the whole block list; else None.
         proved: False if the ids leave the graph before they reach experts: the model's structure must confirm the site.
         selections: the selection operators, for reports.
+        overwritten: the graph changes the ids in place later; what the router chose must be kept before that.
     """
 
     form: str
@@ -36,6 +37,7 @@ class Accepted:
     layer: int | None
     proved: bool
     selections: tuple[fx.Node, ...]
+    overwritten: bool = False
 
     def __bool__(self) -> bool:
         return True

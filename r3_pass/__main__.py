@@ -25,10 +25,18 @@ def main(arguments: list[str] | None = None) -> int:
         help="which layers would be captured, and the bytes of the slot buffer",
         description="Builds the model on the meta device from a transformers config and traces one forward.",
     )
-    command.add_argument("model", help="a config.json, a folder with one, or a transformers model type such as qwen3_moe")
-    command.add_argument("--slots", type=int, default=65_536, help="KV slots of the engine, for the buffer's size (default: %(default)s)")
+    command.add_argument(
+        "model", help="a config.json, a folder with one, or a transformers model type such as qwen3_moe"
+    )
+    command.add_argument(
+        "--slots", type=int, default=65_536, help="KV slots of the engine, for the buffer's size (default: %(default)s)"
+    )
     command.add_argument("--layers", type=int, help="trace only so many decoder layers (a large model takes a minute)")
-    command.add_argument("--experts-implementation", default="batched_mm", help="transformers' experts implementation (default: %(default)s)")
+    command.add_argument(
+        "--experts-implementation",
+        default="batched_mm",
+        help="transformers' experts implementation (default: %(default)s)",
+    )
     command.add_argument("--dump", type=Path, help="write the graphs before and after into this folder")
     command.add_argument("--json", action="store_true", help="print JSON")
     given = parser.parse_args(arguments)

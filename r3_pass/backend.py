@@ -9,11 +9,12 @@ lost). A call without a session, or outside a step, runs the first; a call insid
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from r3_pass.binding import Binding, Place, find_binding
 from r3_pass.errors import RefusedConfiguration
@@ -36,26 +37,36 @@ class CompiledGraph:
         placed: how the sites were placed at calls so far, for reports.
     """
 
-    def __init__(self, plain: Compiled, recording: Compiled, tokens: int | None, witnesses: Witnesses, refused: Sequence[Rejected]) -> None:
+    def __init__(
+        self,
+        plain: Compiled,
+        recording: Compiled,
+        tokens: int | None,
+        witnesses: Witnesses,
+        refused: Sequence[Rejected],
+    ) -> None:
         self.plain = plain
         self.recording = recording
         self.tokens = tokens
         self.witnesses = witnesses
         self.refused = tuple(refused)
         self.placed: dict[tuple[int, Place], None] = {}
-        self._served: weakref.WeakSet[Binding] = weakref.WeakSet()
+        self._served: tuple[weakref.ref[Binding], ...] = ()
+        self._strangers: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
-    def served(self) -> Iterator[Binding]:
-        yield from list(self._served)
+    def served(self) -> list[Binding]:
+        """Bindings that calls of this graph were for."""
+        return [binding for reference in self._served if (binding := reference()) is not None]
 
     def __call__(self, *args: Any) -> Any:
         weights = self.witnesses.weights(args)
-        binding = find_binding(weights, self.served)
+        binding = find_binding(weights, self.served, self._strangers)
         if binding is None or binding.tokens is None or not weights:
             return self.plain(*args)
         binding.refuse(self.refused)
         placement = binding.place(self.witnesses, weights, self.placed)
-        self._served.add(binding)
+        if binding not in self.served():
+            self._served = (*self._served, weakref.ref(binding))
         if not placement.stored:
             return self.plain(*args)
         binding.before(placement)
@@ -77,7 +88,7 @@ class RefusedGraph:
         self._weights = [i for i, n in enumerate(placeholders) if isinstance(value(n), torch.nn.Parameter)]
 
     def __call__(self, *args: Any) -> Any:
-        binding = find_binding([args[i] for i in self._weights], tuple)
+        binding = find_binding([args[i] for i in self._weights], tuple, {})
         if binding is not None and binding.tokens is not None:
             binding.refuse(self.refused)
         return self.plain(*args)
@@ -116,7 +127,9 @@ class Backend:
     ) -> Compiled:
         rewritten = rewrite(module, found.sites, _device_of(found.sites))
         if isinstance(rewritten, str):
-            raise RefusedConfiguration(f"graph {record.number} cannot be recorded: {rewritten}. Report it with r3_pass.explain(...).dump(folder).")
+            more = [Rejected(s.selections[0].name, rewritten, True, s.module, s.gate) for s in found.sites]
+            record.found = Match((), (*found.rejected, *more))
+            return RefusedGraph(compile_with(self.inner, module, example_inputs, options), [*refused, *more], module)
         record.keep(module, rewritten.module)
         fakes = [value(node) for node in rewritten.added]
         recording = compile_with(self.inner, rewritten.module, [*example_inputs, *fakes], options)
@@ -151,7 +164,9 @@ def backend(inner: Inner = "inductor", *, mode: Mode = "record") -> Backend:
         mode: "record" is what is compiled now.
     """
     if mode != "record":
-        raise RefusedConfiguration(f"mode={mode!r} is not available in this version: only 'record' is. Use mode='record'.")
+        raise RefusedConfiguration(
+            f"mode={mode!r} is not available in this version: only 'record' is. Use mode='record'."
+        )
     return Backend(inner, mode)
 
 
@@ -161,5 +176,3 @@ def r3_pass(module: fx.GraphModule, example_inputs: Sequence[Any], **options: An
     inner = chosen.pop("inner", "inductor")
     passed = {**options, "options": chosen} if chosen else {k: v for k, v in options.items() if k != "options"}
     return Backend(inner, "record")(module, example_inputs, **passed)
-
-

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -26,49 +27,64 @@ _OWNER = "_r3_owner"
 
 
 class Owner:
-    """On a weight: which binding it belongs to, and as what. Pickles as None, so that a saved model carries none of it."""
+    """On a weight: which binding it belongs to, and as what. Saved and copied as an empty dict, which any loader reads."""
 
     __slots__ = ("binding", "names")
 
-    def __init__(self, binding: Binding | None, names: tuple[str, ...]) -> None:
+    def __init__(self, binding: Binding, names: tuple[str, ...]) -> None:
         self.binding = binding
         self.names = names
 
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()
+    def __reduce__(self) -> tuple[type[OrderedDict[str, Any]], tuple[()]]:
+        return OrderedDict, ()
 
     @property
     def blocks(self) -> frozenset[Block]:
         return frozenset(b for name in self.names if (b := block_of(name)) is not None)
 
 
-_STRANGER = Owner(None, ())
-"""On a weight that a shared graph met and that belongs to no attached model."""
-
-
 def owner_of(weight: Any) -> Owner | None:
-    return getattr(weight, _OWNER, None)
+    found = getattr(weight, _OWNER, None)
+    return found if isinstance(found, Owner) else None
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where one site of a graph writes for one set of weights."""
+    """Where one site of a graph writes for one set of weights.
+
+    Attributes:
+        reason: why it writes nothing, where `block` is None.
+        problem: what a step in which it runs raises; "" if it is right that nothing is written.
+    """
 
     block: Block | None
     module: str
     reason: str
-    """Why it writes nothing, where `block` is None or is not stored."""
+    problem: str = ""
 
 
 @dataclasses.dataclass
 class Placement:
-    """A graph's sites, placed by the weights of one call."""
+    """A graph's sites, placed by the weights of one call.
+
+    Attributes:
+        held: where in the model each weight that names a layer hangs: a module's parameters, its name there, the weight.
+    """
 
     graph: Witnesses
     weights: tuple[Any, ...]
-    places: tuple[Place, ...]
+    held: tuple[tuple[dict[str, Any], str, Any], ...]
+    problems: dict[str, None]
     stored: tuple[int, ...]
     columns: Tensor
+
+    def stands(self, graph: Witnesses, weights: tuple[Any, ...]) -> bool:
+        """Whether it holds for these weights, and they still hang where they did."""
+        return (
+            self.graph is graph
+            and all(a is b for a, b in zip(self.weights, weights, strict=True))
+            and all(module.get(name) is weight for module, name, weight in self.held)
+        )
 
 
 class Binding:
@@ -83,7 +99,9 @@ class Binding:
         captured: a CUDA graph holds the record op, so a step may run without the host seeing it.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, lay_out: Callable[[tuple[int, ...], int], None], mark: bool = True) -> None:
+    def __init__(
+        self, model: nn.Module, device: torch.device, lay_out: Callable[[tuple[int, ...], int], None], mark: bool = True
+    ) -> None:
         self.model = model
         self._unmarked: dict[int, tuple[Any, Owner]] | None = None if mark else {}
         self.device = device
@@ -106,15 +124,18 @@ class Binding:
         self._lay_out = lay_out
         self._placements: dict[tuple[int, int], Placement] = {}
         self._tagged: list[Any] = []
+        self._released = False
         self._sample: tuple[nn.Module, str, Any] | None = None
         self.claim()
 
     # ---- weights ------------------------------------------------------------------------------------------------
     def claim(self) -> bool:
-        """Mark every weight of the model as this binding's; True if any was not marked before.
+        """Mark every weight of the model as this binding's, under its present names; True if that changed any mark.
 
         Raises: RefusedConfiguration if another session holds them.
         """
+        if self._released:
+            return False
         names: dict[int, tuple[Any, list[str]]] = {}
         for name, weight in named_weights(self.model):
             block = block_of(name)
@@ -127,7 +148,7 @@ class Binding:
             return False
         for weight, _ in names.values():
             owner = owner_of(weight)
-            if owner is not None and owner.binding is not None and owner.binding is not self:
+            if owner is not None and owner.binding is not self:
                 raise RefusedConfiguration(
                     f"a session is attached to this {type(self.model).__name__} already (weight {owner.names[:1]}); "
                     "two would write each other's rows. Call detach() on that session first."
@@ -136,7 +157,7 @@ class Binding:
         tagged = []
         for weight, found in names.values():
             owner = owner_of(weight)
-            if owner is None or owner.binding is not self:
+            if owner is None or owner.names != tuple(found):
                 setattr(weight, _OWNER, Owner(self, tuple(found)))
                 changed = True
             tagged.append(weight)
@@ -145,7 +166,8 @@ class Binding:
             if id(weight) not in kept:
                 self._release_weight(weight)
         self._tagged = tagged
-        self._placements.clear()
+        if changed:
+            self._placements.clear()
         self._sample = self._find_sample()
         return changed
 
@@ -171,7 +193,8 @@ class Binding:
         return module._parameters.get(name) is not weight
 
     def release_weights(self) -> None:
-        """Take every mark off again."""
+        """Take every mark off again, for good."""
+        self._released = True
         for weight in self._tagged:
             self._release_weight(weight)
         self._tagged = []
@@ -186,17 +209,16 @@ class Binding:
     def place(self, graph: Witnesses, weights: tuple[Any, ...], placed: dict[tuple[int, Place], None]) -> Placement:
         """The columns that a graph's sites write, for the weights of this call."""
         key = (id(graph), id(weights[0]))
-        known = self._placements.get(key)
-        if known is not None and known.graph is graph and all(a is b for a, b in zip(known.weights, weights, strict=True)):
-            return known
-        with self.lock:
-            made = self._place(graph, weights)
-            placed.update(dict.fromkeys(enumerate(made.places)))
-            self._placements[key] = made
-            return made
+        placement = self._placements.get(key)
+        if placement is None or not placement.stands(graph, weights):
+            with self.lock:
+                placement = self._place(graph, weights, placed)
+                self._placements[key] = placement
+        self.problems.update(placement.problems)
+        return placement
 
-    def _place(self, graph: Witnesses, weights: tuple[Any, ...]) -> Placement:
-        if any(self._owner(w) is None for w in weights):
+    def _place(self, graph: Witnesses, weights: tuple[Any, ...], placed: dict[tuple[int, Place], None]) -> Placement:
+        if not all(self._hangs_as_named(w) for w in weights):
             self.claim()
         places = tuple(self._place_site(graph, number, weights) for number in range(len(graph.sites)))
         found: dict[int, str] = {}
@@ -214,14 +236,37 @@ class Binding:
             self.experts[index] = site.num_experts
             wanted = max(wanted, site.top_k)
         self.modules.update(found)
+        placed.update(dict.fromkeys(enumerate(places)))
         if not set(found) <= set(self.layers) or wanted > self.top_k:
             self._lay_out(tuple(sorted({*self.layers, *found})), max(wanted, self.top_k))
+            self._placements.clear()  # their columns are those of the smaller buffer
         column = {layer: m for m, layer in enumerate(self.layers)}
         numbers = [column[p.block.index] if p.block is not None else -1 for p in places]
         columns = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         if self.device.type == "cuda":
             columns = columns.pin_memory().to(self.device, non_blocking=True)
-        return Placement(graph, weights, places, tuple(n for n in numbers if n >= 0), columns)
+        problems = dict.fromkeys(p.problem for p in places if p.problem)
+        held = tuple(self._held(w) for w in weights if self._hangs_as_named(w))
+        return Placement(graph, weights, held, problems, tuple(n for n in numbers if n >= 0), columns)
+
+    def _hangs_as_named(self, weight: Any) -> bool:
+        """Whether a weight is the model's, and its marks say where."""
+        owner = self._owner(weight)
+        if owner is None or not owner.names:
+            return owner is not None
+        try:
+            module, name, _ = self._held(weight)
+        except AttributeError:  # the module is gone
+            return False
+        return module.get(name) is weight
+
+    def _held(self, weight: Any) -> tuple[dict[str, Any], str, Any]:
+        owner = self._owner(weight)
+        if owner is None or not owner.names:
+            return {"": weight}, "", weight
+        path, _, name = owner.names[0].rpartition(".")
+        module = self.model.get_submodule(path)
+        return (module._parameters if name in module._parameters else module._buffers), name, weight
 
     def _place_site(self, graph: Witnesses, number: int, weights: tuple[Any, ...]) -> Place:
         """Which block's routing this is: by the gate, then by the experts, then by the module path it was traced in."""
@@ -230,28 +275,25 @@ class Binding:
         experts = [o for i in graph.experts[number] if (o := self._owner(weights[i])) is not None]
         name = (gate or experts)[0].names[0] if (gate or experts) and (gate or experts)[0].names else site.module
         module = name.rpartition(".")[0]
-        candidates: frozenset[Block] | None = None
-        for owner in gate + experts:
-            if owner.blocks:
-                candidates = owner.blocks if candidates is None else (candidates & owner.blocks or candidates)
-                if len(candidates) == 1:
-                    break
-        if candidates is not None and len(candidates) > 1 and site.layer is not None:
-            candidates = frozenset(b for b in candidates if b.index == site.layer) or candidates
-        if not candidates:
-            if site.proved:
-                self.problems[f"{site.module or 'a graph'}: no weight of a decoder layer is in the same graph as the selection"] = None
-            return Place(None, module, "no weight in its graph names a decoder layer")
+        candidates = _candidates([o.blocks for o in gate], [o.blocks for o in experts])
         if len(candidates) > 1:
-            names = ", ".join(sorted(map(str, candidates)))
-            self.problems[f"{module}: its weights are shared by {names}, and nothing else in the graph tells which of them runs"] = None
-            return Place(None, module, f"its weights are shared by {names}")
+            candidates = frozenset(b for b in candidates if _names(site.module, b)) or candidates
+        if not candidates:
+            why = "no weight of a decoder layer is in the same graph as the selection"
+            return Place(None, module, why, f"{site.module or 'a graph'}: {why}" if site.proved else "")
+        if len(candidates) > 1:
+            why = f"its weights are shared by {', '.join(sorted(map(str, candidates)))}, and nothing else in the graph tells which of them runs"
+            return Place(None, module, why, f"{module}: {why}")
         (block,) = candidates
         inside = module.removeprefix(f"{block}.")
         if any("attn" in part or "attention" in part for part in inside.lower().split(".")):
             return Place(None, module, "attention experts, not the layer's MLP experts")
-        if not site.proved and block not in self.structure.experts and not self.structure.may_route:
-            return Place(None, module, "the ids leave the graph, and the layer holds no experts")
+        if not site.proved and block not in self.structure.experts:
+            if not self.structure.may_route:
+                return Place(None, module, "the ids leave the graph, and the layer holds no experts")
+            if self.structure.experts:
+                why = "the ids leave the graph before they reach experts, and none are seen in the layer's modules"
+                return Place(None, module, why, f"{module}: {why}")
         self._check(block, module, site.num_experts)
         count = self.structure.num_layers(block.container)
         if block.index >= count:
@@ -294,41 +336,55 @@ class Binding:
         for column in placement.stored:
             self.calls[column] += 1
         if tokens != self.tokens:
-            raise BufferLayoutError(
-                f"the forward ran over {tokens} tokens, the step's slot mapping has {self.tokens} entries; nothing was recorded. "
-                "Give one slot for each token that is forwarded, -1 for padding."
-            )
+            what = f"the forward ran over {tokens} tokens, the step's slot mapping has {self.tokens} entries; nothing was recorded"
+            self.problems[what] = None
+            raise BufferLayoutError(f"{what}. Give one slot for each token that is forwarded, -1 for padding.")
 
     def before(self, placement: Placement) -> None:
         """Raises RefusedConfiguration if one of the layers was written in this step already."""
         for column in placement.stored:
             if self.calls[column]:
                 layer = self.layers[column]
-                raise RefusedConfiguration(
+                what = (
                     f"layer {layer} ({self.modules.get(layer, '?')}) routes a second time in one step: a second forward of the model, or "
-                    "a layer that runs twice in one. A step is exactly one forward: open a session.step for each."
+                    "a layer that runs twice in one"
                 )
+                self.problems[what] = None
+                raise RefusedConfiguration(f"{what}. A step is exactly one forward: open a session.step for each.")
 
 
-def find_binding(weights: Sequence[Any], served: Callable[[], Iterable[Binding]]) -> Binding | None:
-    """Whose call this is, by the weights that arrived; None for a model that no session is attached to."""
-    unknown = False
+def _candidates(gates: Sequence[frozenset[Block]], experts: Sequence[frozenset[Block]]) -> frozenset[Block]:
+    """The blocks that a site's weights name: those that all gates agree on, narrowed by the experts."""
+    named = [blocks for blocks in gates if blocks]
+    found = frozenset.intersection(*named) or frozenset.union(*named) if named else frozenset()
+    for blocks in experts:
+        found = (found & blocks or found) if found else blocks
+    return found
+
+
+def _names(path: str, block: Block) -> bool:
+    """Whether a module path, relative to the compiled frame, goes through the block: `layers.2.mlp` through `model.layers.2`."""
+    relative = block_of(f"{path}.")
+    return relative is not None and f".{block}".endswith(f".{relative}")
+
+
+def find_binding(
+    weights: Sequence[Any], served: Callable[[], Iterable[Binding]], strangers: MutableMapping[Tensor, None]
+) -> Binding | None:
+    """Whose call this is, by the weights that arrived; None for a model that no session is attached to.
+
+    Args:
+        served: bindings that were found before for the same graph: unknown weights may be new ones of their models.
+        strangers: weights that belong to none of these; added to.
+    """
     for weight in weights:
         owner = owner_of(weight)
-        if owner is None:
-            unknown = True
-        elif owner.binding is not None:
+        if owner is not None:
             return owner.binding
-    if not unknown:
-        return None
-    known = list(served())
-    for binding in known:
-        if binding.claim():
-            found = next((o.binding for w in weights if (o := owner_of(w)) is not None and o.binding is not None), None)
-            if found is not None:
-                return found
-    if known:
-        for weight in weights:
-            if owner_of(weight) is None and isinstance(weight, Tensor):
-                setattr(weight, _OWNER, _STRANGER)
+    for binding in served():
+        if all(w in strangers for w in weights):
+            return None
+        if binding.claim() and (found := next((o.binding for w in weights if (o := owner_of(w)) is not None), None)):
+            return found
+        strangers.update((w, None) for w in weights if isinstance(w, Tensor))
     return None

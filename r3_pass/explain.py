@@ -12,7 +12,7 @@ from r3_pass.binding import Binding, Place
 from r3_pass.errors import R3Error
 from r3_pass.inner import Compiled
 from r3_pass.passes.match import match
-from r3_pass.passes.record import occurrences
+from r3_pass.passes.record import occurrences, unequal
 from r3_pass.passes.witness import Witnesses
 from r3_pass.report import GraphRecord, Report
 
@@ -65,7 +65,10 @@ class _Tracer:
         if not found.sites:
             return module.forward
         record.keep(module, None)
-        witnesses = Witnesses(module, occurrences(module, found.sites))
+        where = occurrences(module, found.sites)
+        if reason := unequal(where):
+            record.refusals[f"graph {record.number} cannot be recorded: {reason}"] = None
+        witnesses = Witnesses(module, where)
 
         def run(*args: Any) -> Any:
             weights = witnesses.weights(args)
@@ -74,7 +77,9 @@ class _Tracer:
                     self.binding.place(witnesses, weights, record.placed)
                 except R3Error as refusal:
                     record.refusals[str(refusal)] = None
-                    record.placed.update({(n, Place(None, s.module, str(refusal))): None for n, s in enumerate(found.sites)})
+                    record.placed.update(
+                        {(n, Place(None, s.module, str(refusal))): None for n, s in enumerate(found.sites)}
+                    )
             return module(*args)
 
         return run

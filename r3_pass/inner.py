@@ -12,7 +12,9 @@ Compiled = Callable[..., Any]
 Inner = str | Callable[..., Compiled]
 
 
-def compile_with(inner: Inner, module: fx.GraphModule, example_inputs: Sequence[Any], options: dict[str, Any]) -> Compiled:
+def compile_with(
+    inner: Inner, module: fx.GraphModule, example_inputs: Sequence[Any], options: dict[str, Any]
+) -> Compiled:
     """Compile a graph with the backend that the user chose.
 
     Args:
@@ -68,7 +70,10 @@ def defunctionalize(module: fx.GraphModule) -> int:
     graph = module.graph
     done = 0
     for node in list(graph.nodes):
-        if node.op != "call_function" or getattr(node.target, "_name", "") not in ("auto_functionalized_v2", "auto_functionalized"):
+        if node.op != "call_function" or getattr(node.target, "_name", "") not in (
+            "auto_functionalized_v2",
+            "auto_functionalized",
+        ):
             continue
         op = node.args[0]
         if not isinstance(op, torch._ops.OpOverload) or op.namespace != "r3_pass":
@@ -83,7 +88,9 @@ def defunctionalize(module: fx.GraphModule) -> int:
             graph.call_function(op, tuple(arguments))
         for item in list(node.users):
             for user in list(item.users):
-                assert user.target is torch.ops.aten.copy_.default and user.args[1] is item, "only the write-back may read it"
+                assert user.target is torch.ops.aten.copy_.default and user.args[1] is item, (
+                    "only the write-back may read it"
+                )
                 user.replace_all_uses_with(user.args[0])
                 graph.erase_node(user)
             graph.erase_node(item)

@@ -150,7 +150,10 @@ class Report:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "report.txt").write_text(str(self) + "\n")
-        lines = [f"graph {r.graph}  {r.node}  {r.module}  {'routing' if r.routing else 'not routing'}: {r.reason}" for r in self.rejected]
+        lines = [
+            f"graph {r.graph}  {r.node}  {r.module}  {'routing' if r.routing else 'not routing'}: {r.reason}"
+            for r in self.rejected
+        ]
         (folder / "rejected.txt").write_text("\n".join(lines) + "\n")
         for record in self._graphs:
             for name, graph in (("before", record.before), ("after", record.after)):

@@ -14,7 +14,9 @@ import torch
 from torch import nn
 
 _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "num_decoder_layers")
-_TOP_K = re.compile(r"^(num_experts_per_tok(en)?|num_selected_experts|(moe_|router_)?top_?k(_experts)?|moe_k|num_experts_per_token)$")
+_TOP_K = re.compile(
+    r"^(num_experts_per_tok(en)?|num_selected_experts|(moe_|router_)?top_?k(_experts)?|moe_k|num_experts_per_token)$"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +118,11 @@ def _experts_in(model: nn.Module, block: Block, tensors: list[tuple[str, torch.T
     scored = {size for _, t in tensors if t.dim() == 2 and t.is_floating_point() for size in t.shape}
     for name, tensor in tensors:
         if tensor.dim() >= 3 and tensor.shape[0] >= 2 and not _is_convolution(model, name):
-            if any(size >= tensor.shape[0] and size <= 2 * tensor.shape[0] for size in scored if tensor.shape[0] in scored or size > tensor.shape[0]):
+            if any(
+                size >= tensor.shape[0] and size <= 2 * tensor.shape[0]
+                for size in scored
+                if tensor.shape[0] in scored or size > tensor.shape[0]
+            ):
                 return f"{name} holds {tensor.shape[0]} experts"
     prefix = str(block) + "."
     for path, module in model.named_modules(remove_duplicate=False):
@@ -133,7 +139,11 @@ def _experts_in(model: nn.Module, block: Block, tensors: list[tuple[str, torch.T
 def _loose_evidence(tensors: list[tuple[str, torch.Tensor]]) -> bool:
     """Anything that experts could be made of: enough to wait for the graphs before calling a model dense."""
     numbered = any(sum(p.isdigit() for p in name.split(".")) >= 2 for name, _ in tensors)
-    return numbered or any(t.dim() >= 3 for _, t in tensors) or any("expert" in name or "rout" in name for name, _ in tensors)
+    return (
+        numbered
+        or any(t.dim() >= 3 for _, t in tensors)
+        or any("expert" in name or "rout" in name for name, _ in tensors)
+    )
 
 
 def _is_convolution(model: nn.Module, name: str) -> bool:

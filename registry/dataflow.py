@@ -33,12 +33,18 @@ _INPLACE_OPERATORS = {
     operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod, operator.iand, operator.ior,
 }  # fmt: skip
 CREATION = frozenset(
-    "zeros ones full empty arange zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty rand randn randint "
-    "rand_like randn_like randint_like eye tensor scalar_tensor linspace size shape numel dim sym_size stride".split()
+    ["zeros", "ones", "full", "empty", "arange", "zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty", "rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "eye", "tensor", "scalar_tensor", "linspace", "size", "shape", "numel", "dim", "sym_size", "stride"]
 )
 """Operators whose result depends on the shape of their inputs at most, never on their values."""
 
-CONTRACTIONS = frozenset("linear matmul mm bmm mv addmm baddbmm einsum tensordot bilinear grouped_mm scaled_mm dot".split())
+_INLINED = frozenset(
+    ["wrap", "tag_activation_checkpoint", "wrap_activation_checkpoint", "invoke_subgraph", "wrap_with_set_grad_enabled", "wrap_with_autocast", "hints_wrapper", "dynamo_bypassing_wrapper"]
+)
+"""Higher-order operators whose graph runs exactly once where they stand: no branch, no loop, no backward beside it."""
+
+CONTRACTIONS = frozenset(
+    ["linear", "matmul", "mm", "bmm", "mv", "addmm", "baddbmm", "einsum", "tensordot", "bilinear", "grouped_mm", "scaled_mm", "dot"]
+)
 """Operators that multiply and sum over a shared dimension."""
 
 
@@ -81,6 +87,23 @@ def is_inplace(node: fx.Node) -> bool:
         return bool(alias is not None and alias.is_write) and target.namespace == "aten"
     name = getattr(target, "__name__", "")
     return name.endswith("_") and not name.endswith("__")
+
+
+def written(node: fx.Node) -> list[fx.Node]:
+    """The values that an operator changes: in place, by `out=`, or as its schema says. A Triton kernel may change any."""
+    found: list[Any] = [node.args[0]] if is_inplace(node) and node.args else []
+    out = node.kwargs.get("out")
+    found.extend(out if isinstance(out, tuple | list) else [out])
+    target = node.target
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        target = getattr(target, target.overloads()[0])
+    if isinstance(target, torch._ops.OpOverload):
+        for position, argument_ in enumerate(target._schema.arguments):
+            if argument_.alias_info is not None and argument_.alias_info.is_write:
+                found.append(argument(node, position, argument_.name))
+    if isinstance(target, torch._ops.HigherOrderOperator) and target.name().startswith("triton_kernel_wrapper"):
+        found.extend(node.all_input_nodes)
+    return [n for n in dict.fromkeys(found) if isinstance(n, fx.Node)]
 
 
 def argument(node: fx.Node, position: int, *names: str, default: Any = None) -> Any:
@@ -129,16 +152,31 @@ def product(sizes: Sequence[Dim]) -> Dim:
 
 
 def subgraph_of(node: fx.Node) -> fx.GraphModule | None:
-    """The nested graph that a higher-order operator (activation checkpoint, regional compilation) calls, else None."""
+    """The nested graph that a higher-order operator (activation checkpoint, regional compilation) runs once, else None."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.HigherOrderOperator):
+        return None
+    if node.target.name() not in _INLINED:
         return None
     for arg in node.args:
         if isinstance(arg, fx.Node) and arg.op == "get_attr":
-            module = node.graph.owning_module
-            found = getattr(module, str(arg.target), None) if module is not None else None
+            found = getattr(node.graph.owning_module, str(arg.target), None)
             if isinstance(found, fx.GraphModule):
                 return found
     return None
+
+
+def bound(call: fx.Node, nested: fx.GraphModule) -> dict[fx.Node, Any]:
+    """What a call of a nested graph hands to each of its placeholders."""
+    inner = [n for n in nested.graph.nodes if n.op == "placeholder"]
+    given = [a for a in call.args if not isinstance(a, str) and not (isinstance(a, fx.Node) and a.op == "get_attr")]
+    return dict(zip(inner, given[len(given) - len(inner) :], strict=True)) if len(given) >= len(inner) else {}
+
+
+def _storage(base: fx.Node) -> Any:
+    """What two values that are no views share if they are one: the same item of an operator's results, say."""
+    if spelling(base) == "getitem" and isinstance(base.args[0], fx.Node) and not is_tensor(base.args[0]):
+        return base.args[0], base.args[1]
+    return base
 
 
 class DataFlow:
@@ -162,6 +200,7 @@ class DataFlow:
         self._users: dict[fx.Node, list[fx.Node]] = {}
         self._alias: dict[fx.Node, fx.Node] = {}
         self._latest: dict[fx.Node, fx.Node] = {}
+        self._written: dict[Any, int] = {}
         self._kinds: dict[fx.Node, str] = {}
         self._is_weight = is_weight
         self.graph = graph
@@ -177,11 +216,8 @@ class DataFlow:
             if nested is not None:
                 self.calls.setdefault(nested.graph, []).append(node)
                 if len(self.calls[nested.graph]) == 1:
-                    arguments = [a for a in node.args if not (isinstance(a, fx.Node) and a.op == "get_attr") and not isinstance(a, str)]
-                    inner = [p for p in nested.graph.nodes if p.op == "placeholder"]
-                    tensors = arguments[-len(inner) :] if inner else []
-                    bound = {p: a for p, a in zip(inner, tensors, strict=False) if isinstance(a, fx.Node)}
-                    self._read(nested.graph, {p: self.resolve(a) for p, a in bound.items()})
+                    given = bound(node, nested).items()
+                    self._read(nested.graph, {p: self.resolve(a) for p, a in given if isinstance(a, fx.Node)})
             self._add(node, top=graph is self.graph)
 
     def _add(self, node: fx.Node, top: bool) -> None:
@@ -203,18 +239,35 @@ class DataFlow:
             self._users.setdefault(source, []).append(node)
         if node.op == "output":
             self.outputs.update(read)
-        if is_inplace(node) and isinstance(node.args[0], fx.Node):
-            for base in self._bases(self.resolve(node.args[0])):
-                self._latest[base] = node
+        for target in written(node):
+            bases = list(self._bases(self.resolve(target)))
+            self._written[_storage(bases[-1])] = self.order[node]
+            if is_inplace(node) or "out" in node.kwargs:
+                self._latest.update(dict.fromkeys(bases, node))
 
     def _bases(self, node: fx.Node) -> Iterator[fx.Node]:
         """The node and what it is a view of: an in-place update changes them all."""
         while True:
             yield node
-            if node.op not in ("call_function", "call_method") or not node.args or not isinstance(node.args[0], fx.Node):
+            if (
+                node.op not in ("call_function", "call_method")
+                or not node.args
+                or not isinstance(node.args[0], fx.Node)
+            ):
                 return
-            viewing = spelling(node) in ("view", "transpose", "permute", "expand", "t", "select", "narrow", "detach") or (
-                spelling(node) == "getitem" and is_tensor(node.args[0]) and not any(is_tensor(n) for n in node.all_input_nodes[1:])
+            viewing = spelling(node) in (
+                "view",
+                "transpose",
+                "permute",
+                "expand",
+                "t",
+                "select",
+                "narrow",
+                "detach",
+            ) or (
+                spelling(node) == "getitem"
+                and is_tensor(node.args[0])
+                and not any(is_tensor(n) for n in node.all_input_nodes[1:])
             )
             if not viewing and not is_inplace(node):
                 return
@@ -222,6 +275,11 @@ class DataFlow:
 
     def _current(self, node: fx.Node) -> fx.Node:
         return self._latest.get(node, node)
+
+    def overwritten(self, node: fx.Node) -> bool:
+        """Whether the value is changed in place after it was made, so that a later reader sees another one."""
+        *_, base = self._bases(node)
+        return self._written.get(_storage(base), -1) > self.order[node]
 
     # ---- reading ------------------------------------------------------------------------------------------------
     def resolve(self, node: fx.Node) -> fx.Node:
@@ -245,7 +303,7 @@ class DataFlow:
         if arg in read:
             return arg
         for candidate in read:
-            if is_inplace(candidate) and arg in self._bases(candidate):
+            if any(arg in self._bases(self.resolve(target)) for target in written(candidate)):
                 return candidate
         return arg
 

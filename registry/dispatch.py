@@ -43,10 +43,12 @@ from r3_pass.registry.scores import Root
 
 IDS, MASK, PERM, SEL, TOK, PROD = "IDS", "MASK", "PERM", "SEL", "TOK", "PROD"
 
-_COMPARISONS = frozenset("eq ne gt ge lt le isin".split())
-_SELECTIONS = frozenset("topk argmax argmin max min kthvalue multinomial argsort sort".split())
-_PICKING = frozenset("getitem embedding index_select gather take_along_dim take".split())
-_REARRANGE = frozenset("view transpose permute expand contiguous clone detach to type_as float half bfloat16 long int repeat".split())
+_COMPARISONS = frozenset(["eq", "ne", "gt", "ge", "lt", "le", "isin"])
+_SELECTIONS = frozenset(["topk", "argmax", "argmin", "max", "min", "kthvalue", "multinomial", "argsort", "sort"])
+_PICKING = frozenset(["getitem", "embedding", "index_select", "gather", "take_along_dim", "take"])
+_REARRANGE = frozenset(
+    ["view", "transpose", "permute", "expand", "contiguous", "clone", "detach", "to", "type_as", "float", "half", "bfloat16", "long", "int", "repeat"]
+)
 _GROUPED = frozenset(["grouped_mm"])
 
 
@@ -83,7 +85,9 @@ class _Follow:
         self.experts = num_experts
         self.found = Dispatch(chain=dict.fromkeys(ids))
         self.labels: dict[fx.Node, set[str]] = {}
-        self.pending: list[tuple[fx.Node, str, fx.Node]] = [(n, IDS, n) for n in ids]  # value, label, the IDS it came from
+        self.pending: list[tuple[fx.Node, str, fx.Node]] = [
+            (n, IDS, n) for n in ids
+        ]  # value, label, the IDS it came from
         self.vectors: dict[fx.Node, set[fx.Node]] = {}  # two-dimensional SEL: value -> sources
         self.vector_sources: set[fx.Node] = set()
         self.vector_hits: list[tuple[fx.Node, fx.Node]] = []
@@ -111,14 +115,18 @@ class _Follow:
             for user, origin in self.vector_hits:
                 self._event(user, "weights", origin, list(self.vector_sources))
         if not self.found.proved and self.vector_sources:
-            self.found.fates["they pick rows of a table (values, codes or embeddings), which no token is multiplied with"] = None
+            self.found.fates[
+                "they pick rows of a table (values, codes or embeddings), which no token is multiplied with"
+            ] = None
         return self.found
 
     # ---- helpers ------------------------------------------------------------------------------------------------
     def _leaves(self, node: fx.Node, label: str) -> None:
         if label in (IDS, PERM, TOK) or (label == MASK and len(dims(node)) >= 2):
             self.found.escapes = True
-        self.found.fates["they are returned" if label == IDS else "what is counted or masked by them is returned"] = None
+        self.found.fates["they are returned" if label == IDS else "what is counted or masked by them is returned"] = (
+            None
+        )
 
     def _go(self, node: fx.Node, label: str, origin: fx.Node) -> None:
         self.pending.append((node, label, origin))
@@ -165,14 +173,22 @@ class _Follow:
         while stack and len(seen) < 400:
             top = stack.pop()
             name = spelling(top)
-            if name in ("stack", "cat") and len(self.flow.inputs(top)) >= 2 and self.experts in (len(self.flow.inputs(top)), None):
+            if (
+                name in ("stack", "cat")
+                and len(self.flow.inputs(top)) >= 2
+                and self.experts in (len(self.flow.inputs(top)), None)
+            ):
                 return True
             if name in CONTRACTIONS or is_opaque(top):
                 weights = [n for n in self.flow.inputs(top) if self.flow.kind(n) == "weight"]
                 if any(len(dims(w)) >= 3 and self.experts in dims(w) for w in weights):
                     return True
             for source in self.flow.inputs(top):
-                if source not in seen and self.flow.order.get(source, 0) > self.first and self.flow.kind(source) == "data":
+                if (
+                    source not in seen
+                    and self.flow.order.get(source, 0) > self.first
+                    and self.flow.kind(source) == "data"
+                ):
                     seen.add(source)
                     stack.append(source)
         return False
@@ -212,7 +228,16 @@ class _Follow:
         if name in ("nonzero", "where") and len(others) == 0:
             self._go(user, PERM, origin)
             return
-        if name in ("scatter", "scatter_add", "scatter_reduce", "index_add", "index_put", "index_fill", "setitem", "index_copy"):
+        if name in (
+            "scatter",
+            "scatter_add",
+            "scatter_reduce",
+            "index_add",
+            "index_put",
+            "index_fill",
+            "setitem",
+            "index_copy",
+        ):
             self._scattered(node, user, name, origin)
             return
         if name in _PICKING and self._picks(node, user, name, origin):
@@ -237,7 +262,9 @@ class _Follow:
     def _picks(self, node: fx.Node, user: fx.Node, name: str, origin: fx.Node) -> bool:
         """`source[ids]` in all its spellings; False if the ids are the source here."""
         source_at, index_at = (1, 0) if name == "embedding" else (0, 2 if name in ("gather", "index_select") else 1)
-        source = self.flow.operand(user, argument(user, source_at, "weight" if name == "embedding" else "input", "self"))
+        source = self.flow.operand(
+            user, argument(user, source_at, "weight" if name == "embedding" else "input", "self")
+        )
         index = argument(user, index_at, "input" if name == "embedding" else "index", "indices")
         if name == "gather" and not isinstance(index, fx.Node):
             index = argument(user, 1, "dim")
@@ -247,7 +274,12 @@ class _Follow:
                 return True
             return False
         kind = self.flow.kind(source)
-        if kind == "const" or (kind == "weight" and is_tensor(source) and not value(source).dtype.is_floating_point and len(dims(source)) == 1):
+        if kind == "const" or (
+            kind == "weight"
+            and is_tensor(source)
+            and not value(source).dtype.is_floating_point
+            and len(dims(source)) == 1
+        ):
             self._ids_go(node, user, origin)  # a table from logical to physical ids, or back
         elif kind == "weight":
             self._go(user, SEL, origin)
@@ -282,7 +314,11 @@ class _Follow:
             self.found.fates["they mask another selection (a group, or a choice already made)"] = None
             return
         tokens = [n for n in others if self._beyond(n)]
-        if name in ("getitem", "masked_select", "index_select") and tokens and self.flow.operand(user, user.args[0]) in tokens:
+        if (
+            name in ("getitem", "masked_select", "index_select")
+            and tokens
+            and self.flow.operand(user, user.args[0]) in tokens
+        ):
             self._go(user, TOK, origin)
             return
         if name in CREATION:
@@ -327,7 +363,11 @@ class _Follow:
             if spelling(top) in CONTRACTIONS and any(self.flow.kind(n) == "weight" for n in self.flow.inputs(top)):
                 return True
             for source in self.flow.inputs(top):
-                if source not in seen and self.flow.order.get(source, 0) > self.first and self.flow.kind(source) == "data":
+                if (
+                    source not in seen
+                    and self.flow.order.get(source, 0) > self.first
+                    and self.flow.kind(source) == "data"
+                ):
                     seen.add(source)
                     stack.append(source)
         return False
@@ -369,12 +409,16 @@ class _Follow:
 
     def _sel(self, node: fx.Node, user: fx.Node, name: str, origin: fx.Node) -> None:
         others = self._others(user, node)
-        tokens = [n for n in others if self._beyond(n) or TOK in self.labels.get(n, ()) or PROD in self.labels.get(n, ())]
+        tokens = [
+            n for n in others if self._beyond(n) or TOK in self.labels.get(n, ()) or PROD in self.labels.get(n, ())
+        ]
         vector = self.vectors.get(node)
         if (name in CONTRACTIONS or is_opaque(user)) and tokens:
             self._event(user, "weights", origin, [node]) if vector is None else self.vector_hits.append((user, origin))
             if vector is None:
-                self.found.weights.update(dict.fromkeys(w for s in self._picked_from(node) for w in self.flow.weights(s)))
+                self.found.weights.update(
+                    dict.fromkeys(w for s in self._picked_from(node) for w in self.flow.weights(s))
+                )
             return
         if name == "mul" and tokens:
             self._go(user, PROD, origin)
@@ -424,7 +468,11 @@ class _Follow:
                     self.expert_params.add((weight, str(weight.args[1:]) if spelling(weight) == "getitem" else ""))
                     self.expert_hits.append((user, weight, origin))
             return
-        if name in _SELECTIONS or name in CREATION or name in ("sum", "mean", "index_add", "scatter_add", "index_copy", "add", "setitem"):
+        if (
+            name in _SELECTIONS
+            or name in CREATION
+            or name in ("sum", "mean", "index_add", "scatter_add", "index_copy", "add", "setitem")
+        ):
             return
         results = [user] if is_tensor(user) else list(self.flow.users(user))
         for result in results:

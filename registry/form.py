@@ -56,7 +56,8 @@ def items(flow: DataFlow, node: fx.Node, index: int) -> tuple[fx.Node, ...]:
     return tuple(
         user
         for user in flow.users(node)
-        if (spelling(user) == "getitem" and user.args[1] == index) or (spelling(user) == "getattr" and user.args[1] in names)
+        if (spelling(user) == "getitem" and user.args[1] == index)
+        or (spelling(user) == "getattr" and user.args[1] in names)
     )
 
 

@@ -14,13 +14,29 @@ from typing import Any
 import torch
 from torch import fx
 
-from r3_pass.registry.dataflow import CREATION, DataFlow, Dim, argument, dims, is_opaque, is_tensor, plain, product, spelling, value
+from r3_pass.registry.dataflow import (
+    CREATION,
+    DataFlow,
+    Dim,
+    argument,
+    dims,
+    is_opaque,
+    is_tensor,
+    plain,
+    product,
+    spelling,
+    value,
+)
 
 Span = tuple[int, int]  # first and last dimension, both included
 
-_REDUCTIONS = frozenset("sum mean amax amin max min prod logsumexp norm std var median nansum nanmean vector_norm any all".split())
-_ORDERING = frozenset("sort argsort cumsum cumprod cummax cummin flip roll msort diff unfold multinomial bincount histc one_hot".split())
-_MULTIPLIES = frozenset("mul sub".split())
+_REDUCTIONS = frozenset(
+    ["sum", "mean", "amax", "amin", "max", "min", "prod", "logsumexp", "norm", "std", "var", "median", "nansum", "nanmean", "vector_norm", "any", "all"]
+)
+_ORDERING = frozenset(
+    ["sort", "argsort", "cumsum", "cumprod", "cummax", "cummin", "flip", "roll", "msort", "diff", "unfold", "multinomial", "bincount", "histc", "one_hot"]
+)
+_MULTIPLIES = frozenset(["mul", "sub"])
 _NODE_BUDGET = 600
 
 
@@ -85,7 +101,9 @@ def trace_scores(flow: DataFlow, scores: fx.Node, dim: int) -> Trace:
     return trace
 
 
-def _step(flow: DataFlow, node: fx.Node, span: Span, trace: Trace, token_sizes: Sequence[Dim]) -> list[tuple[fx.Node, Span]]:
+def _step(
+    flow: DataFlow, node: fx.Node, span: Span, trace: Trace, token_sizes: Sequence[Dim]
+) -> list[tuple[fx.Node, Span]]:
     """The inputs that carry the span on; adds a root or a dead end to the trace instead where there is one."""
     name = spelling(node)
     shape = dims(node)
@@ -113,10 +131,23 @@ def _step(flow: DataFlow, node: fx.Node, span: Span, trace: Trace, token_sizes: 
     if name in _ORDERING:
         trace.dead_ends.append(f"the scores come out of {name}, which reorders or counts them")
         return []
-    if first is not None and name in ("view", "transpose", "permute", "movedim", "t", "mT", "T", "adjoint", "numpy_T", "expand"):
+    if first is not None and name in (
+        "view",
+        "transpose",
+        "permute",
+        "movedim",
+        "t",
+        "mT",
+        "T",
+        "adjoint",
+        "numpy_T",
+        "expand",
+    ):
         moved = _through_layout(node, name, span, dims(first), shape)
         if moved is None:
-            trace.dead_ends.append(f"the selection runs over part or a mixture of the router's outputs ({node.name}: {dims(first)} -> {shape})")
+            trace.dead_ends.append(
+                f"the selection runs over part or a mixture of the router's outputs ({node.name}: {dims(first)} -> {shape})"
+            )
             return []
         return [(first, moved)]
     if name in _REDUCTIONS and first is not None and shape != dims(first):
@@ -124,13 +155,22 @@ def _step(flow: DataFlow, node: fx.Node, span: Span, trace: Trace, token_sizes: 
     if name in ("cat", "stack"):
         return _through_cat(flow, node, name, span, trace)
     if name == "gather" or name == "take_along_dim" or name == "index_select":
-        trace.dead_ends.append(f"the scores are picked by {name}, so the selection does not run over a router's outputs")
+        trace.dead_ends.append(
+            f"the scores are picked by {name}, so the selection does not run over a router's outputs"
+        )
         return []
     if name in ("softmax", "log_softmax", "normalize", "gumbel_softmax"):
         axis = argument(node, 1, "dim")
-        if isinstance(axis, int) and axis % len(shape) not in range(span[0], span[1] + 1) and shape[axis % len(shape)] in token_sizes:
+        if (
+            isinstance(axis, int)
+            and axis % len(shape) not in range(span[0], span[1] + 1)
+            and shape[axis % len(shape)] in token_sizes
+        ):
             trace.couples_tokens = node
-    if name in ("masked_fill", "scatter", "index_fill", "masked_scatter", "index_put", "setitem", "index_copy") and first is not None:
+    if (
+        name in ("masked_fill", "scatter", "index_fill", "masked_scatter", "index_put", "setitem", "index_copy")
+        and first is not None
+    ):
         return [(first, span)]
     return _through_elementwise(flow, node, name, span, shape, trace)
 
@@ -179,7 +219,9 @@ def _through_product(flow: DataFlow, node: fx.Node, name: str, span: Span, trace
         trace.over_tokens = True
         trace.dead_ends.append(f"the selection runs over tokens, not over the outputs of {name} ({node.name})")
     else:
-        trace.dead_ends.append(f"the scores are a product of two activations ({node.name}: query and key, say), not of a router weight")
+        trace.dead_ends.append(
+            f"the scores are a product of two activations ({node.name}: query and key, say), not of a router weight"
+        )
     return []
 
 
@@ -201,9 +243,13 @@ def _through_einsum(flow: DataFlow, node: fx.Node, span: Span, trace: Trace) -> 
         trace.roots.append(Root(node, tuple(w for n in weights for w in flow.weights(n)), dims(node)[span[0]]))
     elif any(flow.kind(n) == "weight" for o in operands if (n := flow.operand(node, o)) is not None):
         trace.over_tokens = True
-        trace.dead_ends.append(f"the selection runs over tokens, not over the outputs of einsum {equation!r} ({node.name})")
+        trace.dead_ends.append(
+            f"the selection runs over tokens, not over the outputs of einsum {equation!r} ({node.name})"
+        )
     else:
-        trace.dead_ends.append(f"the scores are a product of activations (einsum {equation!r}, {node.name}), not of a router weight")
+        trace.dead_ends.append(
+            f"the scores are a product of activations (einsum {equation!r}, {node.name}), not of a router weight"
+        )
     return []
 
 
@@ -216,7 +262,10 @@ def einsum_letters(equation: Any, ranks: Sequence[int]) -> tuple[list[str], str]
     parts = left.split(",")
     if len(parts) != len(ranks):
         return None
-    hidden = max((rank - len(part.replace("...", "")) for part, rank in zip(parts, ranks, strict=True) if "..." in part), default=0)
+    hidden = max(
+        (rank - len(part.replace("...", "")) for part, rank in zip(parts, ranks, strict=True) if "..." in part),
+        default=0,
+    )
     spare = [chr(0x391 + i) for i in range(hidden)]
     written = []
     for part, rank in zip(parts, ranks, strict=True):
@@ -271,7 +320,9 @@ def index_mapping(index: Sequence[Any], rank: int) -> list[int | None] | None:
     return result
 
 
-def _through_result(flow: DataFlow, node: fx.Node, source: fx.Node, span: Span, trace: Trace) -> list[tuple[fx.Node, Span]]:
+def _through_result(
+    flow: DataFlow, node: fx.Node, source: fx.Node, span: Span, trace: Trace
+) -> list[tuple[fx.Node, Span]]:
     """One item of an operator that returns several tensors."""
     name = spelling(source)
     first = flow.operand(source, argument(source, 0, "input", "self"))

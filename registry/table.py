@@ -13,7 +13,9 @@ def _find(flow: DataFlow, node: fx.Node) -> Selection | None:
     name = spelling(node)
     if name not in ("getitem", "embedding", "index_select") or not is_tensor(node):
         return None
-    table = flow.operand(node, argument(node, 1 if name == "embedding" else 0, "weight" if name == "embedding" else "input"))
+    table = flow.operand(
+        node, argument(node, 1 if name == "embedding" else 0, "weight" if name == "embedding" else "input")
+    )
     if table is None or not is_tensor(table) or flow.kind(table) != "weight" or flow.kind(node) != "data":
         return None
     dtype = value(table).dtype

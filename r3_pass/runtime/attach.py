@@ -44,7 +44,9 @@ def attach(
         RefusedConfiguration: a model of a kind that cannot be recorded, or one that has a session already.
     """
     if isinstance(backend, str) and backend != "r3_pass":
-        raise RefusedConfiguration(f"backend={backend!r} does not record. Compile with backend=r3_pass.backend(inner={backend!r}).")
+        raise RefusedConfiguration(
+            f"backend={backend!r} does not record. Compile with backend=r3_pass.backend(inner={backend!r})."
+        )
     if num_slots is None:
         return _attach_engine(engine, backend, num_layers)
     if num_slots < 1 or (max_tokens is not None and max_tokens < 1):
@@ -72,9 +74,17 @@ def _attach_engine(engine: Any, backend: Backend | str | None, num_layers: int |
             )
         adapter = known(engine)  # type: ignore[call-arg]  # adapters are built from the engine
     _refuse_model(adapter.model)
-    chosen = backend if isinstance(backend, Backend) else next((b for b in adapter.backends if isinstance(b, Backend)), None)
+    chosen = (
+        backend if isinstance(backend, Backend) else next((b for b in adapter.backends if isinstance(b, Backend)), None)
+    )
     session = Session(
-        adapter.model, _device_of(adapter.model), adapter.num_slots, adapter.max_tokens, num_layers, adapter, _reasons(chosen)
+        adapter.model,
+        _device_of(adapter.model),
+        adapter.num_slots,
+        adapter.max_tokens,
+        num_layers,
+        adapter,
+        _reasons(chosen),
     )
     try:
         adapter.install(session)
@@ -92,7 +102,11 @@ def unwrap(compiled: Any) -> tuple[nn.Module, Backend | None]:
         backend = backend or _backend_of(seen)
         inner = getattr(seen, "_orig_mod", None)
         if inner is None and not isinstance(seen, nn.Module):
-            inner = getattr(seen, "_torchdynamo_orig_callable", None) or getattr(seen, "__self__", None) or getattr(seen, "__wrapped__", None)
+            inner = (
+                getattr(seen, "_torchdynamo_orig_callable", None)
+                or getattr(seen, "__self__", None)
+                or getattr(seen, "__wrapped__", None)
+            )
         if inner is None:
             break
         seen = inner
@@ -107,7 +121,14 @@ def unwrap(compiled: Any) -> tuple[nn.Module, Backend | None]:
 def _backend_of(wrapper: Any) -> Backend | None:
     """Our backend inside a torch.compile wrapper; None if it is somewhere else or another one."""
     seen = getattr(wrapper, "dynamo_ctx", None)
-    for name in ("callback", "_torchdynamo_orig_backend", "_torchdynamo_orig_callable", "compiler_fn", "_compiler_fn", "_orig_backend"):
+    for name in (
+        "callback",
+        "_torchdynamo_orig_backend",
+        "_torchdynamo_orig_callable",
+        "compiler_fn",
+        "_compiler_fn",
+        "_orig_backend",
+    ):
         for holder in (seen, getattr(seen, "callback", None)):
             found = getattr(holder, name, None)
             while found is not None and not isinstance(found, Backend):
@@ -135,7 +156,9 @@ def _numbers(module: str) -> set[int]:
 
 def _refuse_model(model: nn.Module) -> None:
     structure = inspect(model)
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False) or getattr(text_config(model), "is_encoder_decoder", False):
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False) or getattr(
+        text_config(model), "is_encoder_decoder", False
+    ):
         raise RefusedConfiguration(
             f"{type(model).__name__} is an encoder-decoder: layers of both number from 0, and routed_experts has one axis of layers. "
             "Compile and attach the decoder by itself: attach(model.get_decoder(), backend=backend, num_slots=...)."
@@ -148,4 +171,7 @@ def _refuse_model(model: nn.Module) -> None:
 
 def _device_of(model: nn.Module) -> torch.device:
     named = list(model.named_parameters())
-    return next((p.device for name, p in named if block_of(name) is not None), named[0][1].device if named else torch.device("cpu"))
+    return next(
+        (p.device for name, p in named if block_of(name) is not None),
+        named[0][1].device if named else torch.device("cpu"),
+    )

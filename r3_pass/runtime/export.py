@@ -112,10 +112,11 @@ class Exporter:
         other calls do to the buffer: exhaust the iterator before these slots get another owner. The copies have a
         stream of their own, for token copies must not wait behind them. The iterator itself waits if the piece before
         the last one is still on the device.
+
+        Raises: ValueError as `SlotBuffer.gather`; at the call, before anything is queued.
         """
         # Now, not when the iterator is first asked: the caller may reuse its array.
-        slots = slots.clone() if isinstance(slots, torch.Tensor) else np.array(slots)
-        return self._gather_chunks(buffer, slots)
+        return self._gather_chunks(buffer, buffer.checked(slots).clone())
 
     def drain(self) -> None:
         """Wait until every copy is over."""
@@ -123,7 +124,7 @@ class Exporter:
             self._token_stream.synchronize()
             self._prefix_stream.synchronize()
 
-    def _gather_chunks(self, buffer: SlotBuffer, slots: torch.Tensor | npt.NDArray[np.int64]) -> Iterator[Pending]:
+    def _gather_chunks(self, buffer: SlotBuffer, slots: torch.Tensor) -> Iterator[Pending]:
         num_rows = max(self.chunk_bytes // buffer.geometry.bytes_per_slot, 1)
         started: list[Pending] = []
         for first in range(0, len(slots), num_rows):

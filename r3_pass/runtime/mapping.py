@@ -49,7 +49,9 @@ class SlotMapping:
             return slots
         given = np.asarray(slots)
         if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
-            raise BufferLayoutError(f"the slot mapping is {given.dtype}{list(given.shape)}; expected a vector of integers, one a token.")
+            raise BufferLayoutError(
+                f"the slot mapping is {given.dtype}{list(given.shape)}; expected a vector of integers, one a token."
+            )
         self._check_length(len(given), segment_tokens)
         host = given.astype(np.int64)
         if not host.size:
@@ -108,6 +110,10 @@ class SlotMapping:
     def close(self) -> None:
         """Queue that no step is running: a graph that is replayed now writes nothing."""
         self.static[0] = -1
+
+    def open(self, tokens: int) -> None:
+        """Queue that the step that was closed goes on."""
+        self.static[0] = tokens
 
     def slots(self, count: int) -> Tensor:
         """The first `count` slots of the step, on the device."""

@@ -171,7 +171,9 @@ class SequenceTable:
         if index is not None:
             self._kept[index] = max(int(self._kept[index]), min(int(self._end[index]), num_tokens - 1))
 
-    def finish(self, request_id: Hashable, num_tokens: int, check: Callable[[Hashable, Rows], None] | None = None) -> Rows:
+    def finish(
+        self, request_id: Hashable, num_tokens: int, check: Callable[[Hashable, Rows], None] | None = None
+    ) -> Rows:
         """Hand over the rows of the first `num_tokens - 1` positions, and forget the request.
 
         Args:

@@ -23,7 +23,15 @@ import torch
 from torch import Tensor, nn
 
 from r3_pass.binding import Binding
-from r3_pass.errors import BufferLayoutError, MissingRoutes, NoRouterFound, PartialCapture, R3Error, RefusedConfiguration, StaleRoutes
+from r3_pass.errors import (
+    BufferLayoutError,
+    MissingRoutes,
+    NoRouterFound,
+    PartialCapture,
+    R3Error,
+    RefusedConfiguration,
+    StaleRoutes,
+)
 from r3_pass.passes.ops import ERROR_DUPLICATE, ERROR_SLOT, ERROR_TOKENS, STATE_CALLS, STATE_ERRORS
 from r3_pass.runtime.engines.base import EngineAdapter
 from r3_pass.runtime.export import Exporter, Pending
@@ -60,8 +68,10 @@ class _Copy:
 
     pending: Pending
     first_row: int
-    steps: int
-    """Steps made since the attachment when this was queued: how often each layer must have been written; 0 for a prefix."""
+    step: int = 0
+    """Number of the step, for messages."""
+    writes: int = 0
+    """How often the step must have written each layer: once, if it had tokens and was not captured into a CUDA graph."""
 
 
 class Session:
@@ -120,7 +130,9 @@ class Session:
                 if self._num_slots is None
                 else "no routing graph has run yet, and the model's config does not say its top-k"
             )
-            raise RefusedConfiguration(f"the slot buffer is not laid out: {why}. Run one step (all slots -1 will do), then ask again.")
+            raise RefusedConfiguration(
+                f"the slot buffer is not laid out: {why}. Run one step (all slots -1 will do), then ask again."
+            )
         return self._buffer
 
     def _wake(self, num_slots: int, max_tokens: int) -> None:
@@ -147,15 +159,24 @@ class Session:
             )
         geometry = Geometry(self._num_slots, self._count_layers(layers), layers, top_k)
         fresh = SlotBuffer(geometry, self._device)
-        binding.layers, binding.top_k = layers, top_k
-        binding.buffer = fresh.data
         with torch.inference_mode(False):
-            binding.state = torch.zeros(STATE_CALLS + len(layers), dtype=torch.int32, device=self._device)
-        binding.calls = [0] * len(layers)
+            state = torch.zeros(STATE_CALLS + len(layers), dtype=torch.int32, device=self._device)
+        calls = [0] * len(layers)
+        if self._buffer is not None:  # another layer of the first step: those before it were written already
+            at = [layers.index(layer) for layer in self._buffer.geometry.stored]
+            fresh.data[:, at, : self._buffer.geometry.top_k] = self._buffer.data
+            state[STATE_ERRORS] = binding.state[STATE_ERRORS]
+            for column, held in enumerate(at):
+                state[STATE_CALLS + held] = binding.state[STATE_CALLS + column]
+                calls[held] = binding.calls[column]
+        first = self._buffer is None
+        binding.layers, binding.top_k = layers, top_k
+        binding.buffer, binding.state, binding.calls = fresh.data, state, calls
         self._buffer = fresh
+        if first and binding.tokens and self._mapping is not None:
+            self._flag_duplicates(self._mapping.slots(binding.tokens))
         if self._table is None or self._table.rows.row_shape != geometry.row_shape:
             self._table = SequenceTable(RowLog(geometry.row_shape))
-        self._steps = 0
 
     def _count_layers(self, layers: tuple[int, ...]) -> int:
         if self._num_layers is not None:
@@ -184,12 +205,15 @@ class Session:
             if self._step is not None:
                 raise RefusedConfiguration(
                     "a step is open already: it was entered twice, or the engine left a step in the middle without closing its "
-                    "context. Use `with session.step(...)` around exactly one forward."
+                    "context. Use `with session.step(...)` around exactly one forward. If that step is gone for good: take the rows that "
+                    "there are with abort(), then detach() and attach again."
                 )
             self._collect(wait=False)
             self._raise_failure()
             if self._mapping is None or self._num_slots is None:
-                raise RefusedConfiguration("the KV cache was released: a step has no slots. Call wake(num_slots) first.")
+                raise RefusedConfiguration(
+                    "the KV cache was released: a step has no slots. Call wake(num_slots) first."
+                )
             if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise RefusedConfiguration(
                     "session.step was entered inside a CUDA graph capture, so its slot mapping would be baked into the graph. Enter the "
@@ -228,42 +252,51 @@ class Session:
             if self._mapping is not None and (binding.captured or failed):
                 self._mapping.close()
             if failed:
-                self._steps += int(bool(binding.calls) and all(binding.calls))
-                self._resynchronise()
+                self._give_up(tokens)
                 return
             if tokens:
-                self._check_coverage()
+                try:
+                    self._check_coverage()
+                except R3Error:
+                    self._give_up(tokens)
+                    raise
             if self._buffer is None:
                 return
-            if not binding.capturing and tokens:
-                self._steps += 1
+            self._steps += 1
+            writes = int(bool(tokens) and not binding.capturing)
             if step.batch.num_tokens:
                 assert self._table is not None and self._mapping is not None
                 first = self._table.extend(step.batch)
                 rows = self._buffer.gather(self._mapping.slots(step.batch.num_tokens))
-                self._copies.append(_Copy(self._exporter.submit(rows, binding.state), first, self._steps))
+                self._copies.append(_Copy(self._exporter.submit(rows, binding.state), first, self._steps, writes))
             elif self._device.type != "cpu":
                 empty = self._buffer.data[:0]
-                self._copies.append(_Copy(self._exporter.submit(empty, binding.state), -1, self._steps))
+                self._copies.append(_Copy(self._exporter.submit(empty, binding.state), -1, self._steps, writes))
             else:
-                self._check_flags(binding.state.numpy(), self._steps)
-                self._raise_failure()
+                self._check_flags(binding.state.numpy(), self._steps, writes)
+            binding.state.zero_()
             if self._device.type == "cpu":
                 self._collect(wait=True)
                 self._raise_failure()
 
-    def _resynchronise(self) -> None:
-        """After a forward that raised, some layers may have been written and others not: count anew from here."""
-        self._collect(wait=True)
-        self._binding.state.zero_()
-        self._steps = 0
+    def _give_up(self, tokens: int | None) -> None:
+        """After a step that failed: slots of which only some layers were written are void, and the next step starts afresh."""
+        binding = self._binding
+        complete = bool(binding.calls) and all(binding.calls) and not binding.problems and not binding.refused
+        written = binding.captured or any(binding.calls)
+        if tokens and self._buffer is not None and self._mapping is not None and written and not complete:
+            self._buffer.void(self._mapping.slots(tokens))
+        binding.state.zero_()
+        binding.claim()  # had weights been replaced one by one, this finds them
 
     def _check_coverage(self) -> None:
         """Every expected layer wrote once in this step; told apart from a CUDA graph that was replayed unseen."""
         binding = self._binding
         if binding.refused:
             raise RefusedConfiguration(
-                "the model routes in a way that cannot be recorded:\n  " + "\n  ".join(binding.refused) + "\nIt has no fixed expert ids per "
+                "the model routes in a way that cannot be recorded:\n  "
+                + "\n  ".join(binding.refused)
+                + "\nIt has no fixed expert ids per "
                 "token that a trainer could replay; detach, or record another model."
             )
         if binding.calls and all(binding.calls) and not binding.problems:
@@ -281,18 +314,26 @@ class Session:
         if not written and not binding.problems:
             raise NoRouterFound(
                 f"no compiled MoE layer of {type(binding.model).__name__} ran in this step"
-                + (f" ({len(missing)} were expected):\n  " + "\n  ".join(reasons[:8]) if missing else ", and its modules show none.")
+                + (
+                    f" ({len(missing)} were expected):\n  " + "\n  ".join(reasons[:8])
+                    if missing
+                    else ", and its modules show none."
+                )
                 + f"\n{advice}"
             )
         raise PartialCapture(
-            f"{len(written)} of {len(binding.layers)} MoE layers were captured in this step.\n  " + "\n  ".join(reasons[:16]) + f"\n{advice}"
+            f"{len(written)} of {len(binding.layers)} MoE layers were captured in this step.\n  "
+            + "\n  ".join(reasons[:16])
+            + f"\n{advice}"
         )
 
     def _why(self, layer: int) -> str:
         from r3_pass.structure import Block
 
         binding = self._binding
-        evidence = binding.structure.experts.get(Block(binding.container or "", layer), binding.modules.get(layer, "expected"))
+        evidence = binding.structure.experts.get(
+            Block(binding.container or "", layer), binding.modules.get(layer, "expected")
+        )
         rejected = self._reasons(layer) if self._reasons is not None else ""
         return f"{evidence}; " + (rejected or "no graph of it ran")
 
@@ -304,12 +345,12 @@ class Session:
                 return
             copy = self._copies.popleft()
             rows, flags = copy.pending.wait()
-            wrong = flags is not None and copy.steps and not self._check_flags(flags, copy.steps)
+            wrong = flags is not None and not self._check_flags(flags, copy.step, copy.writes)
             if copy.first_row >= 0 and self._table is not None and len(rows):
                 self._table.rows.fill(copy.first_row, np.full_like(rows, -1) if wrong else rows)
             copy.pending.release()
 
-    def _check_flags(self, flags: npt.NDArray[np.int32], steps: int) -> bool:
+    def _check_flags(self, flags: npt.NDArray[np.int32], step: int, writes: int) -> bool:
         """What the device says of a step; a fault is kept and raised by the next call."""
         errors = int(flags[STATE_ERRORS])
         calls = flags[STATE_CALLS:]
@@ -323,22 +364,19 @@ class Session:
                 )
                 if errors & bit
             ]
-            self._failure = BufferLayoutError(
-                f"step {steps}: {' and '.join(found)}, found on the device. The rows of that step were not recorded. Give one slot for "
+            failure: R3Error = BufferLayoutError(
+                f"step {step}: {' and '.join(found)}, found on the device. The rows of that step were not recorded. Give one slot for "
                 "each token that is forwarded, each at most once, -1 for padding."
             )
-        elif (calls != steps).any():
-            layers = [self._binding.layers[m] for m in np.flatnonzero(calls != steps)]
-            self._failure = PartialCapture(
-                f"step {steps}: layers {layers} were written {calls[calls != steps].tolist()} times, each step should write each once. A "
-                "replayed CUDA graph lacks the record op, or holds more than one forward. Capture it inside `session.step(all -1)`."
+        elif (calls != writes).any():
+            layers = [self._binding.layers[m] for m in np.flatnonzero(calls != writes)]
+            failure = PartialCapture(
+                f"step {step}: layers {layers} were written {calls[calls != writes].tolist()} times, expected {writes}. A replayed CUDA graph "
+                "lacks the record op, or holds more than one forward. Capture it inside `session.step(all -1)`."
             )
         else:
             return True
-        self._binding.state.zero_()
-        self._steps = 0
-        for copy in self._copies:
-            copy.steps = 0
+        self._failure = self._failure or failure
         return False
 
     def _raise_failure(self) -> None:
@@ -429,7 +467,9 @@ class Session:
                     f"rows of (layers, shape, weight version) {theirs} cannot go into a buffer of {ours}. Forward these tokens again."
                 )
             if zlib.crc32(rows.rows.tobytes()) != rows.checksum:
-                raise RefusedConfiguration("saved rows do not match their checksum: they were changed on their way. Forward the tokens again.")
+                raise RefusedConfiguration(
+                    "saved rows do not match their checksum: they were changed on their way. Forward the tokens again."
+                )
             buffer.write(slots, rows.rows)
 
     def preempt(self, request_id: Hashable, num_tokens: int) -> None:
@@ -449,7 +489,9 @@ class Session:
         with self._lock:
             self._usable()
             if self._table is None:
-                raise MissingRoutes(f"request {request_id!r} is unknown: no step has run. Pass segments with every step.")
+                raise MissingRoutes(
+                    f"request {request_id!r} is unknown: no step has run. Pass segments with every step."
+                )
             self._arrive(request_id)
             self._raise_failure()
             rows = self._table.finish(request_id, num_tokens, self._complete)
@@ -461,7 +503,9 @@ class Session:
             self._usable()
             if self._table is None:
                 geometry = self._buffer.geometry if self._buffer is not None else None
-                return np.full((0, geometry.num_layers if geometry else 0, geometry.top_k if geometry else 0), -1, np.int16)
+                return np.full(
+                    (0, geometry.num_layers if geometry else 0, geometry.top_k if geometry else 0), -1, np.int16
+                )
             self._arrive(request_id)
             rows = self._table.abort(request_id, num_tokens)
             void = np.flatnonzero((rows[:, :, 0] < 0).any(axis=1))
@@ -521,23 +565,33 @@ class Session:
         """The KV cache is freed: so is the buffer. Copies in flight are drained; requests that were running are dropped."""
         with self._lock:
             self._usable()
-            self._exporter.drain()
-            for copy in self._copies:
-                copy.pending.release()
-            self._copies.clear()
-            self._table = None
-            self._buffer = None
-            self._mapping = None
-            self._num_slots = None
-            self._binding.buffer = None
-            self._binding.captured = False
+            self._between_steps("release")
+            self._release()
+
+    def _release(self) -> None:
+        self._exporter.drain()
+        for copy in self._copies:
+            copy.pending.release()
+        self._copies.clear()
+        self._table = None
+        self._buffer = None
+        self._mapping = None
+        self._num_slots = None
+        self._binding.buffer = None
+        self._binding.captured = False
+
+    def _between_steps(self, what: str) -> None:
+        if self._step is not None:
+            raise RefusedConfiguration(
+                f"{what} was called inside an open step, whose forward may still write to the buffer. Leave the step first."
+            )
 
     def wake(self, num_slots: int, max_tokens: int | None = None) -> None:
         """A KV cache of `num_slots` slots exists again, every row void; compiled graphs are bound to it without recompilation."""
         with self._lock:
             self._usable()
-            if self._num_slots is not None and self._buffer is not None:
-                self.release()
+            self._between_steps("wake")
+            self._release()
             self._proved = False
             self._wake(num_slots, max_tokens or num_slots)
 
@@ -547,11 +601,16 @@ class Session:
         with self._lock:
             self._usable()
             held, self._binding.tokens = self._binding.tokens, None
+            if held is not None and self._binding.captured and self._mapping is not None:
+                self._mapping.close()
         try:
             yield
         finally:
             with self._lock:
-                self._binding.tokens = held
+                if held is not None and not self._detached:
+                    self._binding.tokens = held
+                    if self._binding.captured and self._mapping is not None:
+                        self._mapping.open(held)
 
     def detach(self) -> None:
         """Restore everything: the engine's methods, the model's weights; the compiled model runs its plain graphs again."""
@@ -561,7 +620,7 @@ class Session:
             if self._detached:
                 return
             self._binding.tokens = None
-            self.release()
+            self._release()
             self._binding.release_weights()
             self._detached = True
 
@@ -591,5 +650,7 @@ class _Step:
         self.session._enter(self)
         return self.session
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.session._exit(self, failed=error is not None)

@@ -149,8 +149,8 @@ class SlotBuffer:
         inside = wanted.clamp(0, self.geometry.num_slots - 1)
         return torch.where(inside == wanted, wanted, self.geometry.num_slots)
 
-    def _on_device(self, slots: Slots) -> torch.Tensor:
-        """Int64[n] on the buffer's device, checked if they come from the host."""
+    def checked(self, slots: Slots) -> torch.Tensor:
+        """The slots as int64[n], where they are; a copy if they come from the host."""
         if isinstance(slots, torch.Tensor) and slots.device.type != "cpu":
             if slots.device != self.device or slots.dim() != 1 or slots.dtype not in (torch.int32, torch.int64):
                 raise ValueError(
@@ -165,10 +165,13 @@ class SlotBuffer:
         if host.size and not (host.min() >= VOID and host.max() < self.geometry.num_slots):
             wrong = host[(host < VOID) | (host >= self.geometry.num_slots)][0]
             raise ValueError(f"Slot {wrong} is outside the buffer, expected -1 to {self.geometry.num_slots - 1}.")
-        uploaded = torch.from_numpy(host)
-        if self.device.type == "cuda":
-            uploaded = uploaded.pin_memory()  # from pageable memory a long upload waits for the stream
-        return uploaded.to(self.device, non_blocking=True)
+        return torch.from_numpy(host)
+
+    def _on_device(self, slots: Slots) -> torch.Tensor:
+        checked = self.checked(slots)
+        if self.device.type == "cuda" and checked.device.type == "cpu":
+            checked = checked.pin_memory()  # from pageable memory a long upload waits for the stream
+        return checked.to(self.device, non_blocking=True)
 
     def check_integrity(self) -> None:
         """Assert that the buffer is still what was laid out."""

@@ -87,6 +87,12 @@ def test_prefix_hits_come_in_bounded_chunks(device: str, form: str) -> None:
     assert list(exporter.gather_chunks(buffer, [])) == []
 
 
+def test_impossible_slots_of_a_prefix_hit_raise_at_the_call(device: str) -> None:
+    """Not at the chunk that holds them: by then the request has been given rows that would never arrive."""
+    with pytest.raises(ValueError, match="Slot 50"):
+        Exporter(device, chunk_bytes=1).gather_chunks(numbered_buffer(50, device), np.arange(51))
+
+
 def test_chunks_may_all_be_in_flight(device: str) -> None:
     """The iterator bounds device memory by waiting for older chunks, whether or not somebody has read them."""
     buffer = numbered_buffer(50, device)
@@ -147,7 +153,7 @@ class TestOnCuda:
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            torch.cuda._sleep(BUSY)
+            torch.cuda._sleep(BUSY)  # type: ignore[no-untyped-call]
             pending = exporter.submit(rows, flags)
             assert not pending.done()
         finally:
@@ -161,7 +167,7 @@ class TestOnCuda:
         flags = torch.zeros(1, dtype=torch.int32, device="cuda")
         pendings = []
         for step in range(20):
-            torch.cuda._sleep(BUSY // 50)
+            torch.cuda._sleep(BUSY // 50)  # type: ignore[no-untyped-call]
             buffer.data.fill_(step)
             flags.fill_(step)
             pendings.append(exporter.submit(buffer.gather(np.arange(4096)), flags))
@@ -181,7 +187,7 @@ class TestOnCuda:
         assert stream is not None
         for round_ in range(3):
             with torch.cuda.stream(stream):
-                torch.cuda._sleep(BUSY)
+                torch.cuda._sleep(BUSY)  # type: ignore[no-untyped-call]
             pendings = [exporter.submit(numbered(100 + i, "cuda", first=round_ + i)) for i in range(4)]
             pendings.pop(0).release()
             pendings.append(exporter.submit(numbered(104, "cuda", first=round_ + 4)))
@@ -194,7 +200,7 @@ class TestOnCuda:
     def test_dropped_in_flight(self) -> None:
         """An exception between `submit` and `release`: the pages stay locked until the device has written them."""
         exporter = Exporter("cuda")
-        torch.cuda._sleep(BUSY)
+        torch.cuda._sleep(BUSY)  # type: ignore[no-untyped-call]
         pending = exporter.submit(numbered(1000, "cuda"))
         del pending
         gc.collect()
@@ -229,7 +235,7 @@ class TestOnCuda:
 
         assert exporter._prefix_stream is not None
         with torch.cuda.stream(exporter._prefix_stream):
-            torch.cuda._sleep(10 * BUSY)
+            torch.cuda._sleep(10 * BUSY)  # type: ignore[no-untyped-call]
         prefix = next(exporter.gather_chunks(buffer, slots))
         tokens = exporter.submit(buffer.gather([5, 6]))
         assert (tokens.wait()[0] == np.array([5, 6])[:, None, None]).all()

@@ -77,7 +77,8 @@ def test_a_row_arrives_once_and_only_where_reserved(chunk_rows: int) -> None:
 def test_a_block_of_another_layout() -> None:
     log = log_with_chunks_of(8)
     first = log.reserve(2)
-    for block in (np.zeros((2, 3, 2), np.int16), np.zeros((2, 2, 3), np.int32)):
+    blocks: list[Any] = [np.zeros((2, 3, 2), np.int16), np.zeros((2, 2, 3), np.int32)]
+    for block in blocks:
         with pytest.raises(AssertionError):
             log.fill(first, block)
 
@@ -96,24 +97,27 @@ def test_a_freed_number_never_reaches_another_row(keep: int) -> None:
             with pytest.raises((AssertionError, IndexError)):
                 call(np.array([number]))
     with pytest.raises(AssertionError, match="twice"):
-        log.free(np.array([0, 0]))
+        log.free(np.array([0, 127, 0]))
     alive = np.setdiff1d(np.arange(128), freed)
     assert np.array_equal(log.take(alive), block_of(128)[alive])
     log.check_integrity()
 
 
-def test_rows_freed_on_their_way_attach_to_nothing() -> None:
+@pytest.mark.parametrize("before", [0, 160])
+def test_rows_freed_on_their_way_attach_to_nothing(before: int) -> None:
     """A request is aborted while its last copy is under way: its chunk waits for it, then goes."""
     log = log_with_chunks_of(4)
+    log.append(block_of(before))
     first = log.reserve(8)
-    log.append(block_of(3, 8))
-    log.free(np.arange(8))
+    last = log.append(block_of(3, 8))
+    log.free(np.arange(first, first + 8))
     log.check_integrity()
-    assert (log.live_rows, log.open_chunks) == (3, 3)
+    assert (log.live_rows, log.open_chunks) == (before + 3, 3)
     log.fill(first, block_of(8))
     log.check_integrity()
-    assert (log.live_rows, log.open_chunks, log.held_bytes) == (3, 1, log.chunk_bytes)
-    assert np.array_equal(log.take(np.arange(8, 11)), block_of(3, 8))
+    assert (log.live_rows, log.open_chunks) == (before + 3, 1)
+    assert log.held_bytes == before * log.row_bytes + log.chunk_bytes
+    assert np.array_equal(log.take(np.arange(last, last + 3)), block_of(3, 8))
 
 
 def test_stragglers_do_not_hold_a_chunk_each() -> None:
@@ -133,6 +137,32 @@ def test_rows_larger_than_a_chunk() -> None:
     log.free(np.array([1, 3]))
     log.check_integrity()
     assert np.array_equal(log.take(np.array([0, 2, 4])), block_of(5)[::2])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_long_life(seed: int) -> None:
+    """Chunks that thin out at all rates, vanish, and are joined to neighbours while others wait for their turn."""
+    rng = np.random.default_rng(seed)
+    log = log_with_chunks_of(16)
+    alive, given_out = np.zeros(0, np.int64), 0
+    waiting: list[tuple[int, np.ndarray]] = []
+    for _ in range(1500):
+        num_rows = int(rng.integers(0, 40))
+        first = log.reserve(num_rows)
+        waiting.append((first, block_of(num_rows, given_out)))
+        given_out += num_rows
+        alive = np.append(alive, np.arange(first, given_out))
+        while len(waiting) > rng.integers(0, 4):
+            log.fill(*waiting.pop(int(rng.integers(len(waiting)))))
+        odds = rng.choice([0.0, 0.05, 0.5, 1.0], size=given_out // 16 + 1, p=[0.6, 0.2, 0.1, 0.1])
+        gone = rng.random(len(alive)) < odds[alive // 16]
+        log.free(rng.permutation(alive[gone]))
+        alive = alive[~gone]
+        log.check_integrity()
+        assert log.are_alive(alive)
+        missing = [number for first, block in waiting for number in range(first, first + len(block))]
+        arrived = np.setdiff1d(alive, missing)
+        assert np.array_equal(log.take(arrived), block_of(given_out)[arrived])
 
 
 class RowLogMachine(RuleBasedStateMachine):
@@ -197,5 +227,5 @@ class RowLogMachine(RuleBasedStateMachine):
         assert self.log.held_bytes <= 1.25 * self.log.live_bytes + self.log.chunk_bytes * (1 + len(waiting))
 
 
-class TestRowLog(RowLogMachine.TestCase):  # type: ignore[name-defined, misc]
+class TestRowLog(RowLogMachine.TestCase):  # type: ignore[misc, valid-type]
     settings: Any = settings(max_examples=80, stateful_step_count=40)

@@ -363,5 +363,5 @@ class SequenceMachine(RuleBasedStateMachine):
         assert self.table.rows.held_bytes <= self.table.rows.chunk_bytes
 
 
-class TestSequences(SequenceMachine.TestCase):  # type: ignore[name-defined, misc]
+class TestSequences(SequenceMachine.TestCase):  # type: ignore[misc, valid-type]
     settings: Any = settings(max_examples=80, stateful_step_count=30)

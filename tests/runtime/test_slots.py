@@ -1,3 +1,5 @@
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -51,9 +53,9 @@ def test_bytes_are_known_before_allocation() -> None:
         ({"stored": (1, 4)}, "4 decoder layers"),
     ],
 )
-def test_impossible_geometry(arguments: dict[str, object], message: str) -> None:
+def test_impossible_geometry(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(BufferLayoutError, match=message):
-        Geometry(**({"num_slots": 8, "num_layers": 4, "stored": (1, 3), "top_k": 2} | arguments))  # type: ignore[arg-type]
+        Geometry(**{"num_slots": 8, "num_layers": 4, "stored": (1, 3), "top_k": 2, **arguments})
 
 
 @pytest.mark.parametrize("stored", [(0, 1, 2, 3, 4), (2, 3), (0, 2, 4), (1,)])
@@ -74,7 +76,7 @@ def test_expand_refuses_other_rows() -> None:
     with pytest.raises(BufferLayoutError, match=r"int16\[3, 3, 2\], expected int16\[n, 2, 2\]"):
         geometry.expand(np.zeros((3, 3, 2), np.int16))
     with pytest.raises(BufferLayoutError, match="int32"):
-        geometry.expand(np.zeros((3, 2, 2), np.int32))  # type: ignore[arg-type]
+        geometry.expand(np.zeros((3, 2, 2), np.int32))
 
 
 def test_a_new_buffer_is_void(device: str) -> None:
@@ -94,7 +96,7 @@ def test_gather_is_a_snapshot_and_never_shows_the_spare_row(buffer: SlotBuffer) 
 @pytest.mark.parametrize("kind", ["list", "int32", "tensor", "device"])
 def test_slots_come_in_many_forms(buffer: SlotBuffer, kind: str) -> None:
     slots = [5, -1, 2]
-    given = {
+    given: Any = {
         "list": slots,
         "int32": np.array(slots, np.int32),
         "tensor": torch.tensor(slots),
@@ -146,11 +148,11 @@ def test_move_may_overlap(buffer: SlotBuffer) -> None:
 
 
 @pytest.mark.parametrize("slots", [[6], [0, -2], [[0]], [0.0]])
-def test_impossible_slots_on_the_host_raise(buffer: SlotBuffer, slots: list[object]) -> None:
+def test_impossible_slots_on_the_host_raise(buffer: SlotBuffer, slots: Any) -> None:
     before = buffer.data.clone()
     for call in (buffer.gather, buffer.void):
         with pytest.raises(ValueError, match=r"[Ss]lot"):
-            call(slots)  # type: ignore[arg-type]
+            call(slots)
     assert torch.equal(buffer.data, before)
 
 
@@ -197,7 +199,7 @@ class TestOnCuda:
     def test_host_slots_may_change_after_the_call(self, buffer: SlotBuffer) -> None:
         """The upload is asynchronous: it must not read the caller's array later."""
         slots = np.array([3, 4])
-        torch.cuda._sleep(50_000_000)
+        torch.cuda._sleep(50_000_000)  # type: ignore[no-untyped-call]
         rows = buffer.gather(slots)
         slots[:] = 0
         assert np.array_equal(rows.cpu().numpy(), rows_of([3, 4]))

@@ -47,7 +47,9 @@ class TransformersAdapter(EngineAdapter):
             self._hooks_model = False
             self._take_manager(engine)
         else:
-            self._engine_model = getattr(engine, "_orig_mod", engine)  # a torch.compile wrapper passes these methods through
+            self._engine_model = getattr(
+                engine, "_orig_mod", engine
+            )  # a torch.compile wrapper passes these methods through
             self._hooks_model = True
             cached = getattr(self._engine_model, _CACHED_MANAGER, None)
             if cached is not None:
@@ -219,14 +221,15 @@ class TransformersAdapter(EngineAdapter):
             if status.name == "FINISHED":
                 try:
                     output.routed_experts = self._batches.finish(output.request_id, num_tokens)
+                    return
                 except R3Error as error:
                     self._errors.append(error)
                     output.status = type(status)["FAILED"]
                     output.error = f"{type(error).__name__}: {error}"
-            elif status.name == "FAILED":
+            if output.status.name == "FAILED":
                 rows = self._batches.abort(output.request_id, num_tokens)
                 if rows is not None:
-                    output.routed_experts = rows
+                    output.routed_experts = rows  # as far as they go
 
     def _generate_batch(self, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._errors.clear()

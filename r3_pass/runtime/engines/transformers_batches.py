@@ -24,6 +24,7 @@ import torch
 
 from r3_pass.errors import MissingRoutes, R3Error, StaleRoutes, UnsupportedEngine
 from r3_pass.runtime.engines.base import RecordingSession, Rows, Slots, WrapPoints
+from r3_pass.runtime.engines.transformers_blocks import BlockMoves
 from r3_pass.runtime.engines.transformers_slots import find_slots
 from r3_pass.runtime.sequences import SegmentBatch
 
@@ -31,7 +32,7 @@ _USED = {
     "": ("cache", "scheduler", "offloading_manager", "model_runner", "inputs_and_outputs", "use_async_batching"),
     "scheduler": ("active_requests", "starved_requests", "clear_cancelled_requests"),
     "offloading_manager": ("offload_requests", "restore_scheduled_requests"),
-    "model_runner": ("compute_batch", "warmup", "_get_forward_fn"),
+    "model_runner": ("compute_batch", "warmup"),
     "cache": ("max_batch_tokens",),
 }
 
@@ -64,8 +65,7 @@ class BatchRecorder:
         self._refused: dict[str, R3Error] = {}  # running too, but its rows cannot be complete
         self._preempted: set[str] = set()  # waiting to run again; the session keeps their rows
         self._cancelled: tuple[list[Any], list[Any]] = ([], [])  # of this batch and of the one before, see _cancel
-        self._offloaded: dict[str, tuple[int, object]] = {}  # request id -> positions, rows
-        self._new_blocks: list[int] = []
+        self._blocks = BlockMoves(self.slots)
         self._warming = False
         self._checked = False
 
@@ -87,10 +87,10 @@ class BatchRecorder:
             wraps.wrap(processor.offloading_manager, "restore_scheduled_requests", self._restore)
             if hasattr(cache, "perform_cache_copy"):
                 wraps.wrap(cache, "perform_cache_copy", self._copy)
-                wraps.wrap(cache.pool, "get_free_blocks", self._allocate)
+                wraps.wrap(cache.pool, "get_free_blocks", self._blocks.allocate)
             else:
                 wraps.wrap(cache, "copy_cache", self._copy)
-                wraps.wrap(cache._block_manager, "get_free_blocks", self._allocate)
+                wraps.wrap(cache._block_manager, "get_free_blocks", self._blocks.allocate)
 
     def close(self) -> None:
         """No session any more: hooks that are still reached pass through."""
@@ -100,7 +100,7 @@ class BatchRecorder:
         """The engine dropped all of its requests (it starts again)."""
         for request_id in [*self._running, *self._preempted]:
             self._drop(request_id)
-        self._offloaded.clear()
+        self._blocks.reset()
         self._cancelled = ([], [])
 
     def finish(self, request_id: str, num_tokens: int) -> Rows | None:
@@ -120,7 +120,7 @@ class BatchRecorder:
 
     def abort(self, request_id: str, num_tokens: int) -> Rows | None:
         """What there is of a request that failed; None if nothing of it was recorded."""
-        self._offloaded.pop(request_id, None)
+        self._blocks.forget(request_id)
         return self._drop(request_id, num_tokens)
 
     # -- hooks: each gets the original method first ------------------------------------------------------------------------
@@ -132,7 +132,7 @@ class BatchRecorder:
                 return compute(model, batch_data)
             num_tokens = int(batch_data["input_ids"].shape[-1])
             try:
-                with self._step(session, num_tokens):
+                with self._step(session, num_tokens), _room_to_compile():
                     return compute(model, batch_data)
             except R3Error as error:
                 self.errors.append(error)
@@ -155,7 +155,7 @@ class BatchRecorder:
         starts = stops - sizes
         slots = self.slots.of_batch(ids, starts, stops)
         self._check(slots)
-        self._assign_new_blocks(session)
+        self._blocks.assign_new(session)
         self._expire_cancelled()
         self._start_new(session, states, starts)
         mapping[: len(slots)] = self.slots.one_writer_each(slots)
@@ -206,11 +206,12 @@ class BatchRecorder:
         with self._hook() as session:
             if session is not None:
                 for state in states:
-                    self._offloaded.pop(state.request_id, None)
-                    if self._running.get(state.request_id) is state:
+                    request_id: str = state.request_id
+                    self._blocks.forget(request_id)
+                    if request_id not in self._running:
+                        self._drop(request_id)
+                    elif self._running[request_id] is state:
                         self._cancelled[0].append(state)
-                    elif state.request_id not in self._running:
-                        self._drop(state.request_id)
                 if not self.processor.use_async_batching:
                     self._expire_cancelled()
                     self._expire_cancelled()
@@ -220,8 +221,9 @@ class BatchRecorder:
         """Abort what was cancelled before the last batch. With asynchronous batching a cancelled request is still in flight in
         one batch, whose update may find that it has just finished and deliver it."""
         for state in self._cancelled[1]:
-            if self._running.get(state.request_id) is state:
-                self._drop(state.request_id)
+            request_id: str = state.request_id
+            if self._running.get(request_id) is state:
+                self._drop(request_id)
         self._cancelled = ([], self._cancelled[0])
 
     def _offload(self, offload: Callable[[], Any]) -> Any:
@@ -242,10 +244,11 @@ class BatchRecorder:
                 if state.is_cpu_offloaded:
                     # The position may have been set back by one: that token is forwarded again.
                     if slots is not None:
-                        slots = slots[: state.position_offset]
-                        self._offloaded[request_id] = len(slots), session.extract(slots)
+                        self._blocks.offloaded(session, request_id, slots[: state.position_offset])
                 elif request_id in self._refused:
+                    error = self._refused[request_id]
                     self._drop(request_id)
+                    self._refused[request_id] = error  # what it emitted came from forwards that nobody saw
                 elif self._running.pop(request_id, None) is not None:
                     self._preempted.add(request_id)
                     session.preempt(request_id, len(state.initial_tokens) + len(state.generated_tokens))
@@ -258,40 +261,15 @@ class BatchRecorder:
             back = [future.state.request_id for future in requests_in_batch if future.state.is_cpu_offloaded]
             restore(requests_in_batch)
             if back:
-                self._assign_new_blocks(session)
-            for request_id in back:
-                if request_id in self._offloaded:
-                    length, rows = self._offloaded.pop(request_id)
-                    slots = self.slots.of_request(request_id, 0, length)
-                    if slots is not None:
-                        session.insert(slots, rows)
+                self._blocks.restored(session, back)
 
     def _copy(self, copy: Callable[..., None], *args: Any) -> None:
-        """Blocks of a fork: `({group: (sources, targets)})`, or `(sources, targets)` of all groups."""
         copy(*args)
         with self._hook() as session:
-            if session is None or self.slots.group is None:
-                return
-            sources, targets = args[0]["full_attention"] if isinstance(args[0], dict) else args
-            if sources:
-                self._assign_new_blocks(session)
-                session.move(self.slots.of_blocks(sources), self.slots.of_blocks(targets))
-
-    def _allocate(self, allocate: Callable[..., list[int] | None], *args: Any, **kwargs: Any) -> list[int] | None:
-        """Blocks that leave the free list. Shared and cached ones never pass here, so theirs stay valid."""
-        blocks = allocate(*args, **kwargs)
-        if self._session is not None and blocks and self._group_of(*args, **kwargs) == self.slots.group:
-            self._new_blocks.extend(blocks)
-        return blocks
+            if session is not None:
+                self._blocks.copied(session, *args)
 
     # -- helpers -----------------------------------------------------------------------------------------------------------
-
-    @staticmethod
-    def _group_of(*args: Any, **kwargs: Any) -> Any:
-        """5.24: get_free_blocks(index, num_blocks). 5.17: get_free_blocks(n_blocks, last_block_id, shareable, group_id)."""
-        if "group_id" in kwargs:
-            return kwargs["group_id"]
-        return args[3] if len(args) == 4 else args[0]
 
     @contextmanager
     def _hook(self) -> Iterator[RecordingSession | None]:
@@ -312,11 +290,6 @@ class BatchRecorder:
             self.slots.check(io, slots)
             self._checked = True
 
-    def _assign_new_blocks(self, session: RecordingSession) -> None:
-        if self._new_blocks:
-            session.assign(self.slots.of_blocks(self._new_blocks))
-            self._new_blocks = []
-
     def _drop(self, request_id: str, num_tokens: int = 1) -> Rows | None:
         """Forget a request that will not be delivered as finished. Returns what the session has of it."""
         seen = self._running.pop(request_id, None) is not None or request_id in self._preempted
@@ -324,10 +297,7 @@ class BatchRecorder:
         self._preempted.discard(request_id)
         if self._session is None or not seen:
             return None
-        try:
-            rows = self._session.abort(_Unrecorded(request_id) if refused else request_id, num_tokens)
-        except MissingRoutes:
-            return None  # its first step was refused at the entry: the session never heard of it
+        rows = self._session.abort(_Unrecorded(request_id) if refused else request_id, num_tokens)
         return None if refused else rows
 
 
@@ -341,3 +311,16 @@ class _Unrecorded(str):
 
     def __hash__(self) -> int:
         return hash(("unrecorded", str(self)))
+
+
+# The attention cache breaks the graph at every layer, and one decorated function around all of transformers' masks and
+# embeddings is compiled for each of them: Dynamo's default limit of 8 is reached by an ordinary run, and what is past it
+# would run eagerly, unrecorded.
+_RECOMPILATIONS = 64
+
+
+def _room_to_compile() -> AbstractContextManager[Any]:
+    """Dynamo's recompilation limit, raised for the length of one forward."""
+    config = torch._dynamo.config
+    patched: AbstractContextManager[Any] = config.patch(recompile_limit=max(config.recompile_limit, _RECOMPILATIONS))
+    return patched

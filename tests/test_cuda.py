@@ -1,0 +1,253 @@
+"""On a GPU: CUDA graphs of both kinds, what the device checks, and that a step never waits for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import r3_pass
+from r3_pass.runtime import Segment, Session
+
+pytestmark = pytest.mark.cuda
+
+HIDDEN, EXPERTS, TOP_K, LAYERS, SLOTS = 32, 16, 4, 4, 128
+
+
+class Moe(nn.Module):
+    """Gathered experts behind a softmax router."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(HIDDEN, EXPERTS, bias=False)
+        self.up = nn.Parameter(torch.randn(EXPERTS, HIDDEN, 24) * HIDDEN**-0.5)
+        self.down = nn.Parameter(torch.randn(EXPERTS, 24, HIDDEN) * 24**-0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = torch.topk(torch.softmax(self.gate(x), -1), TOP_K, dim=-1)
+        hidden = torch.relu(torch.einsum("td,tkdf->tkf", x, self.up[ids]))
+        return torch.einsum("tkf,tkfd,tk->td", hidden, self.down[ids], weights)
+
+
+class Block(nn.Module):
+    def __init__(self, dense: bool) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.mlp = nn.Linear(HIDDEN, HIDDEN) if dense else Moe()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(dense=i == 0) for i in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def build() -> Decoder:
+    torch.manual_seed(0)
+    model = Decoder().cuda().eval()
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    return model
+
+
+def truth(model: Decoder, x: Tensor) -> np.ndarray:
+    """int16 [T, LAYERS, TOP_K] by hooks on the gates of an eager run; the choice must not hang on rounding."""
+    rows = np.full((len(x), LAYERS, TOP_K), -1, np.int16)
+    hooks = []
+    for number, layer in enumerate(model.layers):
+        if isinstance(layer.mlp, Moe):
+
+            def keep(_: Any, __: Any, logits: Tensor, number: int = number) -> None:
+                scores, ids = torch.topk(logits.softmax(-1), TOP_K + 1, dim=-1)
+                assert (scores[:, :-1] - scores[:, 1:]).min() > 1e-6
+                rows[:, number] = ids[:, :TOP_K].cpu().numpy()
+
+            hooks.append(layer.mlp.gate.register_forward_hook(keep))
+    model(x)
+    for hook in hooks:
+        hook.remove()
+    return rows
+
+
+@pytest.fixture(autouse=True)
+def _exact() -> Iterator[None]:
+    torch._dynamo.reset()
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def captured(session: Session, compiled: Any, x: Tensor) -> torch.cuda.CUDAGraph:
+    padding = np.full(len(x), -1)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            with session.step(padding):
+                compiled(x)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with session.step(padding), torch.cuda.graph(graph):
+        compiled(x)
+    return graph
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager", "inductor"])
+def test_rows_equal_the_eager_router(inner: str) -> None:
+    """Two token counts, dynamic shapes, slots in any order."""
+    model = build()
+    compiled = torch.compile(model, backend=r3_pass.backend(inner), dynamic=True)
+    session = r3_pass.runtime.attach(compiled, num_slots=SLOTS)
+    for tokens in (24, 7):
+        x = torch.randn(tokens, HIDDEN, device="cuda")
+        slots = np.random.default_rng(tokens).permutation(SLOTS)[:tokens]
+        with session.step(slots):
+            compiled(x)
+        assert (session.read(slots) == truth(model, x)).all()
+    session.detach()
+
+
+def test_engine_cuda_graph_replays_any_step() -> None:
+    """An engine captures the forward once and replays it with other inputs, slots and padding."""
+    model = build()
+    compiled = torch.compile(model, backend=r3_pass.backend("inductor"))
+    session = r3_pass.runtime.attach(compiled, num_slots=SLOTS)
+    static = torch.randn(16, HIDDEN, device="cuda")
+    graph = captured(session, compiled, static)
+    assert (session.read(np.arange(SLOTS)) == -1).all(), "warm-up and capture wrote rows"
+    for step in range(5):
+        real = 16 - step
+        static.copy_(torch.randn(16, HIDDEN, device="cuda"))
+        slots = np.random.default_rng(step).permutation(SLOTS)[:16]
+        slots[real:] = -1
+        with session.step(slots, [Segment(f"r{step}", 0, real)]):
+            graph.replay()
+        expected = truth(model, static)[:real]
+        assert (session.finish(f"r{step}", real + 1) == expected).all()
+        assert (session.read(slots[:real]) == expected).all()
+    session.detach()
+
+
+def test_a_graph_without_the_record_op_is_found_out() -> None:
+    """A graph captured under `paused` writes nothing: the device's count tells, at the next call, and rows are not invented."""
+    model = build()
+    compiled = torch.compile(model, backend=r3_pass.backend("inductor"))
+    session = r3_pass.runtime.attach(compiled, num_slots=SLOTS)
+    static = torch.randn(16, HIDDEN, device="cuda")
+    captured(session, compiled, static)
+    plain = torch.cuda.CUDAGraph()
+    with session.paused(), torch.cuda.graph(plain):
+        compiled(static)
+    with session.step(np.arange(16), [Segment("r", 0, 16)]):
+        plain.replay()
+    with pytest.raises(r3_pass.PartialCapture, match="written"):
+        session.finish("r", 17)
+    with pytest.raises(r3_pass.R3Error):
+        session.finish("r", 17)
+    session.detach()
+
+
+def test_replay_outside_a_step_writes_nothing() -> None:
+    model = build()
+    compiled = torch.compile(model, backend=r3_pass.backend("inductor"))
+    session = r3_pass.runtime.attach(compiled, num_slots=SLOTS)
+    static = torch.randn(16, HIDDEN, device="cuda")
+    graph = captured(session, compiled, static)
+    with session.step(np.arange(16)):
+        graph.replay()
+    before = session.read(np.arange(16))
+    static.normal_()
+    graph.replay()
+    assert (session.read(np.arange(16)) == before).all()
+    session.detach()
+
+
+def test_inductor_cuda_graphs_stay_on() -> None:
+    """`triton.cudagraphs`: the mutated buffer neither disables them nor is copied into their pool."""
+    from torch._dynamo.utils import counters
+
+    model = build()
+    compiled = torch.compile(model, backend=r3_pass.backend("inductor"), options={"triton.cudagraphs": True})
+    session = r3_pass.runtime.attach(compiled, num_slots=SLOTS)
+    counters.clear()
+    for step in range(5):
+        torch.compiler.cudagraph_mark_step_begin()
+        x = torch.randn(16, HIDDEN, device="cuda")
+        slots = np.random.default_rng(step).permutation(SLOTS)[:16]
+        with session.step(slots):
+            compiled(x)
+        assert (session.read(slots) == truth(model, x)).all()
+    assert counters["inductor"]["cudagraph_skips"] == 0
+    session.detach()
+
+
+@pytest.mark.parametrize(
+    ("slots", "words"),
+    [([0, 1, SLOTS, 3], "out of range"), ([0, 1, 1, 3], "twice"), ([0, -7, 2, 3], "out of range")],
+)
+def test_device_mappings_are_checked_on_the_device(slots: list[int], words: str) -> None:
+    """A mapping that lies on the device is checked there, without waiting; the fault is raised by the next step or finish."""
+    model = build()
+    compiled = torch.compile(model, backend=r3_pass.backend("eager"))
+    session = r3_pass.runtime.attach(compiled, num_slots=SLOTS)
+    x = torch.randn(4, HIDDEN, device="cuda")
+    with session.step(torch.arange(4, device="cuda"), [Segment("good", 0, 4)]):
+        compiled(x)
+    with session.step(torch.tensor(slots, device="cuda"), [Segment("bad", 0, 4)]):
+        compiled(x)
+    with pytest.raises(r3_pass.BufferLayoutError, match=words):
+        session.finish("bad", 5)
+    assert (session.finish("good", 5) == truth(model, x)).all()
+    with pytest.raises(r3_pass.R3Error):
+        session.finish("bad", 5)
+    assert session.abort("bad", 5).shape[0] == 0
+    session.detach()
+
+
+def test_a_step_never_waits_for_the_device() -> None:
+    """No synchronisation from entering a step to leaving it, mapping on the host, rows exported."""
+    model = build()
+    compiled = torch.compile(model, backend=r3_pass.backend("inductor"))
+    session = r3_pass.runtime.attach(compiled, num_slots=SLOTS)
+    x = torch.randn(16, HIDDEN, device="cuda")
+    for position in range(3):
+        with session.step(np.arange(16), [Segment(i, position, 1) for i in range(16)]):
+            compiled(x)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with session.step(np.arange(16), [Segment(i, 3, 1) for i in range(16)]):
+            compiled(x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert (session.finish(3, 5) == truth(model, x)[3]).all()
+    session.detach()
+
+
+def test_the_buffer_is_bound_again_without_recompilation() -> None:
+    model = build()
+    backend = r3_pass.backend("inductor")
+    compiled = torch.compile(model, backend=backend)
+    session = r3_pass.runtime.attach(compiled, num_slots=SLOTS)
+    x = torch.randn(16, HIDDEN, device="cuda")
+    for slots in (SLOTS, 1000, 17):
+        session.release()
+        session.wake(slots)
+        with session.step(np.arange(16)):
+            compiled(x)
+        assert (session.read(np.arange(16)) == truth(model, x)).all()
+    assert backend.report().num_graphs == 1
+    session.detach()

@@ -1,0 +1,66 @@
+"""Hand-written routers and look-alikes: each comes to its verdict, and what is recorded is what was routed."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from lookalikes import LOOKALIKES
+from more_routers import MORE_ROUTERS
+from recording import Recorder, recording, same_outputs, same_rows
+from routers import ROUTERS
+from tiny import Case, seeded_call
+from torch import Tensor, nn
+
+import r3_pass
+
+CASES = ROUTERS | MORE_ROUTERS | LOOKALIKES
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> None:
+    torch.set_num_threads(1)
+    torch._dynamo.reset()
+
+
+def test_every_case_stands_in_one_list() -> None:
+    assert len(CASES) == len(ROUTERS) + len(MORE_ROUTERS) + len(LOOKALIKES)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_verdict(case: Case) -> None:
+    model, inputs = case.build()
+    outcome, detail, sites = observe(case, model, inputs)
+    assert outcome in (case.verdict, *case.also), f"{case.why}\n{outcome} instead of {case.verdict}: {detail}"
+    if outcome == "nothing":
+        assert not sites, f"{case.why}\nnothing is routed, but the report has {sites}"
+    if outcome == "refused" == case.verdict:
+        assert re.search(case.reason, detail, re.DOTALL), f"the reason should match {case.reason!r}: {detail}"
+
+
+def observe(case: Case, model: nn.Module, inputs: list[tuple[Tensor, ...]]) -> tuple[str, str, list[object]]:
+    """Record the case: captured (compared with the truth), refused, nothing, or wrong; what shows it; the sites reported."""
+    backend = None
+    try:
+        with torch.no_grad(), recording(model) as recorder:
+            backend = recorder.backend
+            outcomes = [record(case, model, recorder, args) for args in inputs]
+    except r3_pass.NoRouterFound as error:
+        outcomes = [("refused" if case.verdict == "refused" else "nothing", str(error))]
+    except r3_pass.R3Error as error:
+        outcomes = [("refused", f"{type(error).__name__}: {error}")]
+    outcome, detail = next((o for o in outcomes if o[0] == "wrong"), outcomes[0])
+    return outcome, detail, backend.report().sites if backend is not None else []
+
+
+def record(case: Case, model: nn.Module, recorder: Recorder, args: tuple[Tensor, ...]) -> tuple[str, str]:
+    truth = case.truth(model, args) if case.verdict == "captured" or "captured" in case.also else {}
+    tokens = args[0].shape[0] * args[0].shape[1]
+    plain = seeded_call(recorder.compiled, args)
+    outputs, rows = recorder.rows(tokens, lambda: seeded_call(recorder.compiled, args))
+    assert same_outputs(plain, outputs), f"{case.name}: recording changed the outputs"
+    if (rows == -1).all():
+        return "nothing", "every row is -1"
+    wrong = same_rows(rows, truth, case.ordered)
+    return ("wrong", wrong) if wrong else ("captured", "")
