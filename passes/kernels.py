@@ -9,7 +9,6 @@ Legend: T tokens, N sites, M stored layers, K top-k, S slots.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 
 import torch
@@ -20,7 +19,6 @@ from torch import Tensor
 from r3_pass.passes.ops import ERROR_SLOT, ERROR_TOKENS, HEADER, STATE_CALLS, STATE_ERRORS
 
 _KEPT_TABLES = 64
-_ARENA_ROWS = 64
 
 _HEADER = tl.constexpr(HEADER)
 _ERRORS = tl.constexpr(STATE_ERRORS)
@@ -42,80 +40,96 @@ def record_kernel(  # type: ignore[no-untyped-def]
     if expected != tokens:
         if first & (site == 0) & (expected >= 0):
             tl.atomic_or(state + _ERRORS, _WRONG_TOKENS)
-    elif (column >= 0) | (site == 0):
-        address = tl.load(table + site * 3)
-        stride = tl.load(table + site * 3 + 1)
-        width = tl.load(table + site * 3 + 2)
+    else:
         token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        inside = (token < tokens) & (column >= 0)
-        slot = tl.load(slots + _HEADER + token, mask=token < tokens, other=-1)
+        inside = token < tokens
+        slot = tl.load(slots + _HEADER + token, mask=inside, other=-1)
         wrong = (slot < -1) | (slot >= num_slots)
         if site == 0:
             found = tl.max(wrong.to(tl.int32), 0)
             if found > 0:
                 tl.atomic_or(state + _ERRORS, _WRONG_SLOT)
-        row = tl.where(wrong | (slot < 0), num_slots, slot).to(tl.int64)
-        k = tl.arange(0, K_BLOCK)
-        offsets = token.to(tl.int64)[:, None] * stride + k[None, :]
-        mask = inside[:, None] & (k < width)[None, :]
-        if WIDE:
-            ids = tl.load(address.to(tl.pointer_type(tl.int64)) + offsets, mask=mask, other=-1).to(tl.int16)
-        else:
-            ids = tl.load(address.to(tl.pointer_type(tl.int32)) + offsets, mask=mask, other=-1).to(tl.int16)
-        target = buffer + row[:, None] * (stored * top_k) + column * top_k + k[None, :]
-        tl.store(target, ids, mask=inside[:, None] & (k < top_k)[None, :])
-        if first & (column >= 0):
-            tl.atomic_add(state + _CALLS + column, 1)
+        if column >= 0:
+            address = tl.load(table + site * 3)
+            stride = tl.load(table + site * 3 + 1)
+            width = tl.load(table + site * 3 + 2)
+            row = tl.where(wrong | (slot < 0), num_slots, slot).to(tl.int64)
+            k = tl.arange(0, K_BLOCK)
+            offsets = token.to(tl.int64)[:, None] * stride + k[None, :]
+            mask = inside[:, None] & (k < width)[None, :]
+            if WIDE:
+                ids = tl.load(address.to(tl.pointer_type(tl.int64)) + offsets, mask=mask, other=-1).to(tl.int16)
+            else:
+                ids = tl.load(address.to(tl.pointer_type(tl.int32)) + offsets, mask=mask, other=-1).to(tl.int16)
+            target = buffer + row[:, None] * (stored * top_k) + column * top_k + k[None, :]
+            tl.store(target, ids, mask=inside[:, None] & (k < top_k)[None, :])
+            if first:
+                tl.atomic_add(state + _CALLS + column, 1)
 
 
 class PointerTables:
     """Tables of id addresses on the device, by the addresses they hold.
 
-    Kept as an attribute of the `columns` tensor of one graph and binding: they live as long as it does. A table that a CUDA graph
-    copies in from pinned memory keeps its pinned row for good, since the graph may be replayed at any time.
+    An attribute of the `columns` tensor of one graph and binding: they live as long as it does. Their memory is allocated when they
+    are made: a CUDA graph's own pool must hold nothing that outlives a replay, and nothing can be allocated while one is captured.
     """
 
     def __init__(self, sites: int, device: torch.device) -> None:
-        self.sites = sites
-        self.device = device
-        self.resident: OrderedDict[tuple[int, ...], Tensor] = OrderedDict()
-        self.pinned = device.type == "cuda"
-        self.arena = torch.empty(_ARENA_ROWS, sites * 3, dtype=torch.int64, pin_memory=self.pinned)
-        self.filled: list[Tensor] = [self.arena]
-        self.next = 0
+        self._pinned = device.type == "cuda"
+        self._resident = torch.empty(_KEPT_TABLES, sites * 3, dtype=torch.int64, device=device)
+        self._rows: dict[tuple[int, ...], Tensor] = {}
+        self._of_graphs = torch.empty(_KEPT_TABLES, sites * 3, dtype=torch.int64, device=device)
+        self._staged = torch.empty(_KEPT_TABLES, sites * 3, dtype=torch.int64, pin_memory=self._pinned)
+        self._older: list[tuple[Tensor, Tensor]] = []
+        self._used = 0
+        self.beside = torch.cuda.Stream(device) if self._pinned else None
+        """Fills tables of graphs that are being captured; whoever replays one waits for it once (`Binding.settle`)."""
 
     def table(self, ids: Sequence[Tensor]) -> Tensor:
-        """int64 [N, 3] on the device: address, row stride, k of each site's ids."""
-        key = tuple(number for i in ids for number in (i.data_ptr(), i.stride(0), i.shape[1]))
-        capturing = self.pinned and torch.cuda.is_current_stream_capturing()
-        if not capturing and key in self.resident:
-            self.resident.move_to_end(key)
-            return self.resident[key]
-        if capturing:
-            host = self._row()
-            host.copy_(torch.tensor(key, dtype=torch.int64))
-            device = torch.empty(self.sites * 3, dtype=torch.int64, device=self.device)
-            device.copy_(host, non_blocking=True)
-            return device
-        host = torch.tensor(key, dtype=torch.int64, pin_memory=self.pinned)
-        device = torch.empty(self.sites * 3, dtype=torch.int64, device=self.device)
-        device.copy_(host, non_blocking=True)
-        self.resident[key] = device
-        if len(self.resident) > _KEPT_TABLES:
-            self.resident.popitem(last=False)
-        return device
+        """int64 [N * 3] on the device: address, row stride, k of each site's ids."""
+        numbers = [number for i in ids for number in (i.data_ptr(), i.stride(0), i.shape[1])]
+        if self._pinned and torch.cuda.is_current_stream_capturing():
+            return self._for_graph(numbers)
+        # A table is read on the stream that copied it: another stream might run ahead of the copy.
+        stream = torch.cuda.current_stream().cuda_stream if self._pinned else 0
+        key = (stream, *numbers)
+        known = self._rows.get(key)
+        if known is not None:
+            return known
+        host = torch.tensor(numbers, dtype=torch.int64, pin_memory=self._pinned)
+        if len(self._rows) == _KEPT_TABLES:
+            return torch.empty_like(host, device=self._resident.device).copy_(host, non_blocking=True)
+        row = self._rows[key] = self._resident[len(self._rows)]
+        return row.copy_(host, non_blocking=True)
 
-    def _row(self) -> Tensor:
-        if self.next == self.arena.shape[0]:
-            self.arena = torch.empty(2 * self.arena.shape[0], self.sites * 3, dtype=torch.int64, pin_memory=self.pinned)
-            self.filled.append(self.arena)
-            self.next = 0
-        self.next += 1
-        return self.arena[self.next - 1]
+    def _for_graph(self, numbers: list[int]) -> Tensor:
+        """A table that a graph may read at every replay: filled now, on a stream that is not captured, and never used again.
+
+        A copy inside the graph would do as well, and costs each replay as much as the record kernel itself. It is what is left when
+        one capture needs more tables than there is room for.
+        """
+        if self._used == len(self._staged):
+            host = torch.tensor(numbers, dtype=torch.int64, pin_memory=True)
+            self._older.append((host, host))
+            return torch.empty_like(host, device=self._resident.device).copy_(host, non_blocking=True)
+        host, row = self._staged[self._used], self._of_graphs[self._used]
+        self._used += 1
+        host.copy_(torch.tensor(numbers, dtype=torch.int64))
+        with torch.cuda.stream(self.beside):
+            row.copy_(host, non_blocking=True)
+        return row
+
+    def make_room(self) -> None:
+        """Have room for the graphs to come; never while one is captured or warmed up."""
+        if self._used > len(self._staged) // 2:
+            self._older.append((self._staged, self._of_graphs))
+            self._staged = torch.empty_like(self._staged, pin_memory=self._pinned)
+            self._of_graphs = torch.empty_like(self._of_graphs)
+            self._used = 0
 
 
-def tables_of(columns: Tensor) -> PointerTables:
-    """The tables that belong to one graph and binding, made with their `columns`."""
+def prepare(columns: Tensor) -> PointerTables:
+    """The tables that belong to one graph and binding, made with their `columns`, before the graph first runs."""
     found: PointerTables | None = getattr(columns, "_r3_tables", None)
     if found is None:
         found = PointerTables(columns.shape[0], columns.device)
@@ -131,7 +145,7 @@ def record(buffer: Tensor, state: Tensor, slots: Tensor, columns: Tensor, ids: S
     wide = ids[0].dtype == torch.int64
     dtype = torch.int64 if wide else torch.int32
     flat = [i if i.dtype == dtype and i.stride(1) == 1 else i.to(dtype).contiguous() for i in ids]
-    table = tables_of(columns).table(flat)
+    table = prepare(columns).table(flat)
     top_k = buffer.shape[2]
     k_block = triton.next_power_of_2(top_k)
     block = max(1, min(triton.next_power_of_2(tokens), 1024 // k_block))

@@ -25,7 +25,7 @@ from r3_pass.registry.dataflow import DataFlow, argument, dims, spelling, value
 from r3_pass.registry.dispatch import Dispatch, follow_ids
 from r3_pass.registry.form import RoutingForm, Selection
 from r3_pass.registry.forms import forms
-from r3_pass.registry.scores import Trace, index_mapping, trace_scores
+from r3_pass.registry.scores import Root, Trace, index_mapping, trace_scores
 
 Decision = Accepted | Rejected
 
@@ -78,7 +78,7 @@ def match(graph: fx.Graph, broken: bool = False, weight: Callable[[fx.Node], boo
 def _decide(flow: DataFlow, form: RoutingForm, selection: Selection, broken: bool) -> tuple[Trace | None, Decision]:
     node = selection.node
     if selection.scores is None:
-        return None, _decide_table(flow, form, selection, broken)
+        return None, _decide_table(flow, form, selection)
     shape = dims(selection.scores)
     if not shape or not isinstance(shape[selection.dim], int):
         return None, _reject(
@@ -127,22 +127,32 @@ def _decide(flow: DataFlow, form: RoutingForm, selection: Selection, broken: boo
     return trace, site
 
 
-def _decide_table(flow: DataFlow, form: RoutingForm, selection: Selection, broken: bool) -> Decision:
+def _decide_table(flow: DataFlow, form: RoutingForm, selection: Selection) -> Decision:
+    """Ids that are looked up: in a table of the model by the token, or among the pairs of two small selections."""
     node = selection.node
-    dispatch = follow_ids(flow, selection.ids, (), None)
+    dispatch = follow_ids(flow, selection.ids, [Root(n, (), None) for n in selection.roots], None)
     if not dispatch.proved:
-        return _reject(node, "an integer table whose values choose no parameters: " + "; ".join(dispatch.fates))
+        return _reject(node, "looked-up integers that choose no parameters: " + ("; ".join(dispatch.fates) or "they are never used"))
     id_dim, top_k = _columns_of(selection, node)
+    if top_k is None:
+        return _reject(node, "the number of expert ids that are looked up for a token is not fixed", True)
     table = flow.operand(node, node.args[1] if spelling(node) == "embedding" else node.args[0])
-    if top_k is None or table is None:
-        return _reject(node, "the number of columns of the table of expert ids is not fixed", True)
-    sizes = {dims(w)[0] for w in dispatch.weights if len(dims(w)) >= 3}
-    experts = sizes.pop() if len(sizes) == 1 else 0
+    banks = {dims(w)[0] for w in dispatch.weights if len(dims(w)) >= 3} or {dims(w)[0] for w in dispatch.weights if dims(w)}
+    experts = banks.pop() if len(banks) == 1 else 0
     return Accepted(
-        form=form.name, num_experts=int(experts), top_k=top_k, columns=(node,), id_dim=id_dim, gate=flow.weights(table),
-        experts=tuple(dispatch.weights), module=module_path(node), layer=layer_in_path(module_path(node)), proved=True,
-        selections=(node,), overwritten=flow.overwritten(node),
-    )  # fmt: skip
+        form=form.name,
+        num_experts=int(experts),
+        top_k=top_k,
+        columns=(node,),
+        id_dim=id_dim,
+        gate=flow.weights(table) if table is not None and flow.kind(table) == "weight" else (),
+        experts=tuple(dispatch.weights),
+        module=module_path(node),
+        layer=layer_in_path(module_path(node)),
+        proved=True,
+        selections=(node,),
+        overwritten=flow.overwritten(node),
+    )
 
 
 def _experts_choose(flow: DataFlow, selection: Selection) -> bool:
@@ -223,6 +233,8 @@ def _columns_of(selection: Selection, recorded: fx.Node) -> tuple[int | None, in
 
 
 def _table_has_columns(node: fx.Node) -> bool:
+    if spelling(node) in ("gather", "take_along_dim"):
+        return True
     table = node.args[1] if spelling(node) == "embedding" else node.args[0]
     return isinstance(table, fx.Node) and len(dims(table)) == 2
 
@@ -282,7 +294,7 @@ def _combine(flow: DataFlow, decided: list[tuple[Selection, Trace | None, Decisi
         if len(found) == 1:
             sites.append(found[0])
         elif all(not s.alone for s, _ in group):
-            sites.append(_joined(found))
+            sites.append(_joined(_distinct(group)))
         elif sum(site.proved for site in found) == 1:
             sites.extend(site for site in found if site.proved)
             rejected.extend(
@@ -309,8 +321,20 @@ def _final(flow: DataFlow, group: list[tuple[Selection, Accepted]]) -> Accepted 
     return group[-1][1] if len(recorded) == 1 else None
 
 
+def _distinct(group: list[tuple[Selection, Accepted]]) -> list[Accepted]:
+    """Choices of the same scores in the same direction are one choice (`max` for the weight, `argmax` for the id)."""
+    choices: dict[tuple[Any, ...], Accepted] = {}
+    for selection, site in group:
+        rank = len(dims(selection.scores)) if selection.scores is not None else 1
+        lowest = spelling(selection.node) in ("argmin", "min")
+        choices.setdefault((selection.scores, selection.dim % rank, lowest), site)
+    return list(choices.values())
+
+
 def _joined(found: list[Accepted]) -> Accepted:
     first = found[0]
+    if len(found) == 1:
+        return first
     return Accepted(
         form=first.form.replace("top1", f"top1x{len(found)}"),
         num_experts=first.num_experts,

@@ -123,6 +123,7 @@ class Binding:
         self.lock = threading.RLock()
         self._lay_out = lay_out
         self._placements: dict[tuple[int, int], Placement] = {}
+        self._read_by_graphs: list[Tensor] = []  # columns of placements that are gone, while a CUDA graph may still read them
         self._tagged: list[Any] = []
         self._released = False
         self._sample: tuple[nn.Module, str, Any] | None = None
@@ -167,7 +168,7 @@ class Binding:
                 self._release_weight(weight)
         self._tagged = tagged
         if changed:
-            self._placements.clear()
+            self._forget_placements()
         self._sample = self._find_sample()
         return changed
 
@@ -200,10 +201,19 @@ class Binding:
         self._tagged = []
         self._placements.clear()
 
+    def _forget_placements(self) -> None:
+        if self.captured:
+            self._read_by_graphs.extend(self.columns())
+        self._placements.clear()
+
     def _release_weight(self, weight: Any) -> None:
         owner = owner_of(weight)
         if owner is not None and owner.binding is self:
             delattr(weight, _OWNER)
+
+    def columns(self) -> list[Tensor]:
+        """What record ops in captured CUDA graphs read beside the buffer."""
+        return [placement.columns for placement in self._placements.values()]
 
     # ---- calls of compiled graphs -------------------------------------------------------------------------------
     def place(self, graph: Witnesses, weights: tuple[Any, ...], placed: dict[tuple[int, Place], None]) -> Placement:
@@ -212,6 +222,8 @@ class Binding:
         placement = self._placements.get(key)
         if placement is None or not placement.stands(graph, weights):
             with self.lock:
+                if placement is not None and self.captured:
+                    self._read_by_graphs.append(placement.columns)
                 placement = self._place(graph, weights, placed)
                 self._placements[key] = placement
         self.problems.update(placement.problems)
@@ -239,12 +251,15 @@ class Binding:
         placed.update(dict.fromkeys(enumerate(places)))
         if not set(found) <= set(self.layers) or wanted > self.top_k:
             self._lay_out(tuple(sorted({*self.layers, *found})), max(wanted, self.top_k))
-            self._placements.clear()  # their columns are those of the smaller buffer
+            self._forget_placements()  # their columns are those of the smaller buffer
         column = {layer: m for m, layer in enumerate(self.layers)}
         numbers = [column[p.block.index] if p.block is not None else -1 for p in places]
         columns = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         if self.device.type == "cuda":
+            from r3_pass.passes import kernels  # Triton is imported where there is a GPU only
+
             columns = columns.pin_memory().to(self.device, non_blocking=True)
+            kernels.prepare(columns)
         problems = dict.fromkeys(p.problem for p in places if p.problem)
         held = tuple(self._held(w) for w in weights if self._hangs_as_named(w))
         return Placement(graph, weights, held, problems, tuple(n for n in numbers if n >= 0), columns)
@@ -339,6 +354,15 @@ class Binding:
             what = f"the forward ran over {tokens} tokens, the step's slot mapping has {self.tokens} entries; nothing was recorded"
             self.problems[what] = None
             raise BufferLayoutError(f"{what}. Give one slot for each token that is forwarded, -1 for padding.")
+
+    def settle(self) -> None:
+        """After a CUDA graph was captured: replays on the current stream come after what its record ops were given to read."""
+        if self.capturing:
+            for placement in self._placements.values():
+                tables = getattr(placement.columns, "_r3_tables", None)
+                if tables is not None and tables.beside is not None:
+                    torch.cuda.current_stream(self.device).wait_stream(tables.beside)
+                    tables.make_room()
 
     def before(self, placement: Placement) -> None:
         """Raises RefusedConfiguration if one of the layers was written in this step already."""

@@ -256,8 +256,9 @@ class _Follow:
     def _scattered(self, node: fx.Node, user: fx.Node, name: str, origin: fx.Node) -> None:
         target = self.flow.operand(user, user.args[0]) if user.args else None
         if target is node:
-            return
-        self._go(user, MASK, origin)
+            self._ids_go(node, user, origin)  # some ids are replaced: -1 for dropped tokens, say
+        else:
+            self._go(user, MASK, origin)
 
     def _picks(self, node: fx.Node, user: fx.Node, name: str, origin: fx.Node) -> bool:
         """`source[ids]` in all its spellings; False if the ids are the source here."""
@@ -278,7 +279,7 @@ class _Follow:
             kind == "weight"
             and is_tensor(source)
             and not value(source).dtype.is_floating_point
-            and len(dims(source)) == 1
+            and len(dims(source)) <= 2
         ):
             self._ids_go(node, user, origin)  # a table from logical to physical ids, or back
         elif kind == "weight":

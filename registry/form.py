@@ -24,6 +24,7 @@ class Selection:
         dim: the dimension of `scores` that it runs over.
         ids: the values that hold the chosen ids, equal ones if several, [..., k] or [...] for k = 1.
         needs_slice: the operator orders all E; the routing is the slice that follows.
+        roots: for ids that are looked up, what scored them, so that it is not taken for the token.
         alone: False if several such choices of one router make up the k columns together (repeated argmax).
     """
 
@@ -32,6 +33,7 @@ class Selection:
     dim: int
     ids: tuple[fx.Node, ...]
     needs_slice: bool = False
+    roots: tuple[fx.Node, ...] = ()
     alone: bool = True
 
 

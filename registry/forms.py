@@ -10,13 +10,14 @@ import contextlib
 from collections.abc import Iterator
 
 from r3_pass.registry.form import RoutingForm
+from r3_pass.registry.product_keys import PRODUCT_KEYS
 from r3_pass.registry.sampled import SAMPLED
 from r3_pass.registry.sort import SORT
 from r3_pass.registry.table import TABLE
 from r3_pass.registry.top1 import TOP1
 from r3_pass.registry.topk import TOPK
 
-FORMS: tuple[RoutingForm, ...] = (TOPK, TOP1, SORT, SAMPLED, TABLE)
+FORMS: tuple[RoutingForm, ...] = (TOPK, TOP1, SORT, SAMPLED, TABLE, PRODUCT_KEYS)
 
 _added: list[RoutingForm] = []
 

@@ -21,7 +21,21 @@ def _find(flow: DataFlow, node: fx.Node) -> Selection | None:
     dtype = value(table).dtype
     if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool or not 1 <= len(dims(table)) <= 2:
         return None
-    return Selection(node, None, -1, (node,))
+    return Selection(node, None, -1, (node,)) if _from_tokens(flow, node) else None
+
+
+def _from_tokens(flow: DataFlow, node: fx.Node) -> bool:
+    """Whether a value depends on integers only: token ids, not ids that a selection among scores made of hidden states."""
+    stack, seen = [node], {node}
+    while stack:
+        for source in flow.inputs(stack.pop()):
+            if source in seen or flow.kind(source) != "data":
+                continue
+            if is_tensor(source) and value(source).dtype.is_floating_point:
+                return False
+            seen.add(source)
+            stack.append(source)
+    return True
 
 
 TABLE = RoutingForm("table", _find, source="Hash layers; DeepSeek-V4's first layers")

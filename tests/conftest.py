@@ -28,3 +28,11 @@ def seeded() -> Iterator[None]:
     np.random.seed(0)
     torch.manual_seed(0)
     yield
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    """No compiled code, and no recompilation count, of one test in the next."""
+    torch.set_num_threads(1)
+    torch._dynamo.reset()
+    yield

@@ -6,16 +6,19 @@ import re
 
 import pytest
 import torch
+from dispatches import DISPATCHES
 from lookalikes import LOOKALIKES
 from more_routers import MORE_ROUTERS
 from recording import Recorder, recording, same_outputs, same_rows
+from refusals import REFUSALS
 from routers import ROUTERS
 from tiny import Case, seeded_call
 from torch import Tensor, nn
 
 import r3_pass
 
-CASES = ROUTERS | MORE_ROUTERS | LOOKALIKES
+LISTS = [ROUTERS, MORE_ROUTERS, DISPATCHES, REFUSALS, LOOKALIKES]
+CASES = {name: case for cases in LISTS for name, case in cases.items()}
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +28,7 @@ def fresh_dynamo() -> None:
 
 
 def test_every_case_stands_in_one_list() -> None:
-    assert len(CASES) == len(ROUTERS) + len(MORE_ROUTERS) + len(LOOKALIKES)
+    assert len(CASES) == sum(map(len, LISTS))
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)

@@ -108,6 +108,7 @@ class Session:
         self._steps = 0
         self._proved = False
         self._detached = False
+        self._retired: list[tuple[object, ...]] = []  # what CUDA graphs of a released buffer still read: it tells them to write nothing
         self._binding = Binding(model, device, self._lay_out)
         if num_slots is not None:
             self._wake(num_slots, max_tokens or num_slots)
@@ -249,6 +250,7 @@ class Session:
             self._step = None
             binding = self._binding
             tokens, binding.tokens = binding.tokens, None
+            binding.settle()
             if self._mapping is not None and (binding.captured or failed):
                 self._mapping.close()
             if failed:
@@ -408,8 +410,9 @@ class Session:
             batch = SegmentBatch((request_id,), (start,), (len(slots),))  # type: ignore[arg-type]
             self._table.check(batch)
             before = self._table.end(request_id)
+            chunks = self._exporter.gather_chunks(buffer, slots)
             first = self._table.extend(batch)
-            for pending in self._exporter.gather_chunks(buffer, slots):  # type: ignore[arg-type]
+            for pending in chunks:
                 self._copies.append(_Copy(pending, first, 0))
                 first += pending.num_rows
                 if self._device.type != "cpu":
@@ -573,6 +576,9 @@ class Session:
         for copy in self._copies:
             copy.pending.release()
         self._copies.clear()
+        if self._mapping is not None and self._binding.captured:
+            self._mapping.close()
+            self._retired.append((self._mapping, self._binding.state, *self._binding.columns()))
         self._table = None
         self._buffer = None
         self._mapping = None

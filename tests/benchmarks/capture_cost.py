@@ -11,14 +11,16 @@ they do with the ids:
     per layer   `view.index_put_((slots,), ids)` into an int32 buffer, once per layer, with the cast to int32 left to Inductor
     per layer 8 the same into an int64 buffer: no cast, twice the memory
 
-Replays of the variants alternate; each figure is the median over rounds of (variant - off) in the same round. The floor is one
-empty kernel in a CUDA graph, measured in the same run.
+"off" is the same compiled model outside a step. Each variant is captured several times, since two captures of the same code differ by
+some microseconds; replays of all alternate, and a figure is the median over captures of each capture's median. The
+floor is one empty kernel in a CUDA graph, measured in the same run.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import json
 import platform
 import statistics
@@ -37,9 +39,9 @@ GEOMETRIES = {"R1 (62 x 8 of 256)": (62, 8, 256), "Qwen3-30B-A3B (48 x 8 of 128)
 _ops = torch.library.Library("r3_bench", "DEF")
 _ops.define("experts(Tensor x, Tensor ids, Tensor w, Tensor bank) -> Tensor")
 _ops.impl("experts", lambda x, ids, w, bank: x + 1, "CompositeExplicitAutograd")
-_ops.define("put(Tensor(a!) view, Tensor slots, Tensor ids) -> ()")
-_ops.impl("put", lambda view, slots, ids: (view.index_put_((slots,), ids), None)[1], "CUDA")
-_ops.impl("put", lambda view, slots, ids: None, "Meta")
+_ops.define("put(Tensor(a!) buffer, int layer, Tensor slots, Tensor ids) -> ()")
+_ops.impl("put", lambda buffer, layer, slots, ids: (buffer[:, layer].index_put_((slots,), ids), None)[1], "CUDA")
+_ops.impl("put", lambda buffer, layer, slots, ids: None, "Meta")
 
 
 class Layer(nn.Module):
@@ -64,11 +66,11 @@ class Routers(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(Layer(top_k, experts) for _ in range(layers))
 
-    def forward(self, x: Tensor, views: list[Tensor] | None = None, slots: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, buffer: Tensor | None = None, slots: Tensor | None = None) -> Tensor:
         for number, layer in enumerate(self.layers):
             x, ids = layer(x)
-            if views is not None:
-                torch.ops.r3_bench.put(views[number], slots, ids.to(views[number].dtype))
+            if buffer is not None:
+                torch.ops.r3_bench.put(buffer, number, slots, ids.to(buffer.dtype))
         return x
 
 
@@ -96,44 +98,48 @@ def microseconds(graph: torch.cuda.CUDAGraph, replays: int) -> float:
     return start.elapsed_time(stop) * 1e3 / replays
 
 
-def measure(name: str, token_counts: list[int], rounds: int, replays: int) -> list[dict[str, Any]]:
+def measure(name: str, token_counts: list[int], rounds: int, replays: int, captures: int) -> list[dict[str, Any]]:
     layers, top_k, experts = GEOMETRIES[name]
     torch.manual_seed(0)
     model = Routers(layers, top_k, experts).cuda().eval()
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    off = torch.compile(model, backend="inductor", dynamic=True)
-    on = torch.compile(model, backend=r3_pass.backend("inductor"), dynamic=True)
+    off = torch.compile(model, backend="inductor", dynamic=False)
+    on = torch.compile(model, backend=r3_pass.backend("inductor"), dynamic=False)
     wide = {dtype: torch.full((SLOTS + 1, layers, top_k), -1, dtype=dtype, device="cuda") for dtype in (torch.int32, torch.int64)}
-    views = {dtype: [buffer[:, layer] for layer in range(layers)] for dtype, buffer in wide.items()}
     results = []
     for tokens in token_counts:
+        torch._dynamo.reset()  # the variants share one code object: its limit on recompilations counts them all
         x = torch.randn(tokens, HIDDEN, device="cuda")
         slots = torch.randperm(SLOTS, device="cuda")[:tokens]
         session = r3_pass.runtime.attach(on, num_slots=SLOTS, max_tokens=max(token_counts))
-        graphs = {"off": captured(lambda: off(x))}
-        graphs["per layer"] = captured(lambda: off(x, views[torch.int32], slots))
-        graphs["per layer 8"] = captured(lambda: off(x, views[torch.int64], slots))
         padding = torch.full((tokens,), -1, dtype=torch.int64, device="cuda")
-        graphs["r3_pass"] = _captured_with(session, on, x, padding)
-        with session.step(slots):
-            graphs["r3_pass"].replay()
+        graphs: dict[str, list[torch.cuda.CUDAGraph]] = {
+            "off": [captured(functools.partial(on, x)) for _ in range(captures)],
+            "per layer": [captured(functools.partial(off, x, wide[torch.int32], slots)) for _ in range(captures)],
+            "per layer 8": [captured(functools.partial(off, x, wide[torch.int64], slots)) for _ in range(captures)],
+            "r3_pass": [_captured_with(session, on, x, padding) for _ in range(captures)],
+        }
+        for graph in graphs["r3_pass"]:
+            with session.step(slots):
+                graph.replay()
         recorded = torch.from_numpy(session.read(slots)).cuda()
-        graphs["per layer"].replay()
+        graphs["per layer"][0].replay()
         assert torch.equal(recorded.int(), wide[torch.int32][slots]), "the two ways recorded different ids"
         step = session.step(slots)
         step.__enter__()
-        times: dict[str, list[float]] = {variant: [] for variant in graphs}
+        times: dict[str, list[list[float]]] = {variant: [[] for _ in found] for variant, found in graphs.items()}
         for _ in range(rounds):
-            for variant, graph in graphs.items():
-                times[variant].append(microseconds(graph, replays))
+            for variant, found in graphs.items():
+                for graph, seen in zip(found, times[variant], strict=True):
+                    seen.append(microseconds(graph, replays))
         session.detach()
-        row: dict[str, Any] = {"geometry": name, "tokens": tokens, "off": statistics.median(times["off"])}
-        for variant in graphs:
-            if variant != "off":
-                row[variant] = statistics.median(t - o for t, o in zip(times[variant], times["off"], strict=True))
-        spread = [b - a for a, b in zip(times["off"][::2], times["off"][1::2], strict=False)]
-        row["noise"] = statistics.median(abs(s) for s in spread)
+        level = {variant: sorted(statistics.median(seen) for seen in found) for variant, found in times.items()}
+        off_level = statistics.median(level["off"])
+        row: dict[str, Any] = {"geometry": name, "tokens": tokens, "off": off_level}
+        row.update({variant: statistics.median(seen) - off_level for variant, seen in level.items() if variant != "off"})
+        row["spread of off"] = level["off"][-1] - level["off"][0]
+        row["spread of r3_pass"] = level["r3_pass"][-1] - level["r3_pass"][0]
         results.append(row)
         print(json.dumps(row), flush=True)
     return results
@@ -165,6 +171,7 @@ def main() -> None:
     parser.add_argument("--geometry", choices=list(GEOMETRIES), nargs="+", default=list(GEOMETRIES))
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--replays", type=int, default=20)
+    parser.add_argument("--captures", type=int, default=3, help="CUDA graphs of each variant: two of the same differ, too")
     parser.add_argument("--limit", type=float, default=15.0, help="fail if recording at T = 256 costs more microseconds (R1 geometry)")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
@@ -172,17 +179,17 @@ def main() -> None:
         raise SystemExit("this benchmark measures GPU time: it needs a CUDA device")
     torch.backends.cuda.matmul.allow_tf32 = False
     floor = empty_kernel(given.replays)
-    rows = [row for name in given.geometry for row in measure(name, given.tokens, given.rounds, given.replays)]
+    rows = [row for name in given.geometry for row in measure(name, given.tokens, given.rounds, given.replays, given.captures)]
     machine = {
         "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "python": platform.python_version(),
         "date": datetime.date.today().isoformat(), "empty kernel in a CUDA graph": floor,
     }  # fmt: skip
     print(json.dumps(machine))
-    print(f"\n| geometry | T | routing alone | r3_pass adds | int32 index_put_ per layer adds | int64, no cast | noise |\n|{'---|' * 7}")
+    print(f"\n| geometry | T | routing alone | r3_pass adds | int32 index_put_ per layer adds | int64, no cast | spread of 3 captures (off, r3_pass) |\n|{'---|' * 7}")
     for row in rows:
         print(
             f"| {row['geometry']} | {row['tokens']} | {row['off']:.0f} | **{row['r3_pass']:.1f}** | {row['per layer']:.1f} | "
-            f"{row['per layer 8']:.1f} | {row['noise']:.1f} |"
+            f"{row['per layer 8']:.1f} | {row['spread of off']:.1f}, {row['spread of r3_pass']:.1f} |"
         )
     print(f"\nmicroseconds of GPU time per forward; one empty kernel in a CUDA graph: {floor:.1f}")
     if given.out:

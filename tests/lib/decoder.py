@@ -132,7 +132,7 @@ def truth(model: nn.Module, ids: Tensor) -> npt.NDArray[np.int16]:
 
     def keep(n: int, k: int) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: Any, logits: Tensor) -> None:
-            best, chosen = torch.topk(logits.softmax(-1), k + 1, dim=-1)
+            best, chosen = torch.topk(logits.flatten(0, -2).softmax(-1), k + 1, dim=-1)
             assert (best[:, :-1] - best[:, 1:]).min() > MARGIN, "a near-tie: give the test another seed"
             rows[:, n, :k] = chosen[:, :k].numpy()
 

@@ -1,4 +1,4 @@
-"""What looks like a router and is not to be recorded: routing without fixed experts per token, and selections of something else."""
+"""What looks like a router and chooses something else: tokens, keys, codes, classes, words, rows of a table."""
 
 from __future__ import annotations
 
@@ -6,193 +6,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from more_routers import AttentionExperts
-from tiny import VOCAB, Attention, Block, Cases, D, E, Gated, MoE, Net, dense, gate, linear, permuted, softmax_topk, stack, tap, weight
+from dispatches import AttentionExperts
+from tiny import VOCAB, Attention, Block, Cases, D, E, Gated, Net, gate, linear, stack, weight
 from torch import Tensor, nn
 
 LOOKALIKES = Cases()
-refused, nothing = LOOKALIKES.refused, LOOKALIKES.nothing
+nothing = LOOKALIKES.nothing
 
 
-# ---- refused: experts are chosen, but not k of them for each token, or not where they can be recorded --------------------
-@refused("depend on the other tokens")
-def sinkhorn() -> nn.Module:
-    """Megatron's balanced routing: rows and columns are normalised in turn, so a token's ids depend on the batch."""
-
-    def route(moe: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        logits = moe.gate(x)
-        plan = logits.exp()
-        for _ in range(3):
-            plan = plan / plan.sum(dim=0, keepdim=True)
-            plan = plan / plan.sum(dim=1, keepdim=True)
-        ids = plan.topk(1, dim=-1).indices
-        return ids, logits.sigmoid().gather(-1, ids)
-
-    return stack(lambda: MoE(route, permuted, gate=gate()))
-
-
-@refused("depend on the other tokens")
-def softmax_over_tokens() -> nn.Module:
-    """The scores are normalised over the tokens of the batch before each token chooses."""
-
-    def route(moe: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        w, ids = moe.gate(x).softmax(dim=0).topk(2, dim=-1)
-        return ids, w
-
-    return stack(lambda: MoE(route, gate=gate()))
-
-
-@refused("runs over tokens")
-def experts_choose_by_one_hot() -> nn.Module:
-    """Expert choice in the paper's own spelling: scores transposed to [E, T], one-hot of the chosen tokens, einsum both ways."""
-
-    def route(moe: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        w, rows = moe.gate(x).softmax(-1).t().topk(2, dim=-1)
-        return rows, w
-
-    def dispatch(moe: Any, x: Tensor, rows: Tensor, w: Tensor) -> Tensor:
-        chosen = F.one_hot(rows, len(x)).to(x.dtype)
-        y = torch.bmm(torch.bmm(torch.einsum("ect,td->ecd", chosen, x), moe.up.mT).relu(), moe.down.mT)
-        return torch.einsum("ect,ecd,ec->td", chosen, y, w)
-
-    return stack(lambda: MoE(route, dispatch, gate=gate()))
-
-
-@refused("runs over tokens")
-def experts_choose_in_each_sequence() -> nn.Module:
-    """Expert choice within [B, S, E]: each expert takes the best 2 tokens of every sequence."""
-
-    class Layer(MoE):
-        def forward(self, x: Tensor) -> Tensor:
-            p = self.gate(x).softmax(-1).transpose(1, 2)
-            w, at = p.topk(2, dim=-1)
-            rows = at.flatten(1).unsqueeze(-1).expand(-1, -1, D)
-            held = x.gather(1, rows).unflatten(1, (E, 2))
-            h = torch.einsum("becd,efd->becf", held, self.up).relu()
-            y = torch.einsum("becf,edf->becd", h, self.down) * w.unsqueeze(-1)
-            return torch.zeros_like(x).scatter_add(1, rows, y.flatten(1, 2))
-
-    return stack(lambda: Layer(softmax_topk, gate=gate()))
-
-
-@refused("only its values", also=("captured",))
-def threshold_from_topk() -> nn.Module:
-    """The k-th best value is a threshold, and everything below it is masked: k experts for each token, but no ids."""
-
-    def route(moe: Any, x: Tensor) -> tuple[Tensor]:
-        p = moe.gate(x).softmax(-1)
-        least = p.topk(2, dim=-1).values[:, -1:]
-        return (torch.where(p >= least, p, torch.zeros_like(p)),)
-
-    return stack(lambda: MoE(route, dense, gate=gate()))
-
-
-@refused("", also=("nothing",))
-def relu_routing() -> nn.Module:
-    """ReMoE: as many experts as have a positive score; no operator chooses anything."""
-
-    def route(moe: Any, x: Tensor) -> tuple[Tensor]:
-        return (moe.gate(x).relu(),)
-
-    return stack(lambda: MoE(route, dense, gate=gate()))
-
-
-@refused("tokens")
-def one_choice_for_each_sequence() -> nn.Module:
-    """Sentence-level experts: the mean of a sequence chooses for all of its tokens, so there is one row for each sequence."""
-
-    class Layer(MoE):
-        def forward(self, x: Tensor) -> Tensor:
-            w, ids = self.gate(x.mean(1)).softmax(-1).topk(2, dim=-1)
-            h = F.silu(torch.einsum("bsd,bkfd->bskf", x, self.up[ids]))
-            return torch.einsum("bskf,bkdf,bk->bsd", h, self.down[ids], w)
-
-    return stack(lambda: Layer(softmax_topk, gate=gate()))
-
-
-@refused("routes (twice|a second time)")
-def block_that_runs_twice() -> nn.Module:
-    """A looped transformer: the same blocks run twice in one forward."""
-
-    class Looped(Net):
-        def decode(self, x: Tensor) -> Tensor:
-            for _ in range(2):
-                for block in self.layers:
-                    x = block(x)
-            return self.head(self.norm(x))
-
-    return Looped([Block(MoE(softmax_topk, gate=gate())) for _ in range(2)])
-
-
-@refused("routes twice")
-def two_routed_mlps_in_a_layer() -> nn.Module:
-    """Two MoE blocks in one decoder layer."""
-
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = (MoE(softmax_topk, permuted, gate=gate()) for _ in range(2))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.second(self.first(x))
-
-    return stack(Two)
-
-
-@torch.library.custom_op("tiny::whole_moe", mutates_args=())
-def whole_moe(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    w, ids = (x @ gate.T).softmax(-1).topk(2, dim=-1)
-    h = F.silu(torch.einsum("td,tkfd->tkf", x, up[ids]))
-    return torch.einsum("tkf,tkdf,tk->td", h, down[ids], w)
-
-
-@whole_moe.register_fake
-def _(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    return torch.empty_like(x)
-
-
-@refused("tiny::whole_moe")
-def router_inside_a_custom_op() -> nn.Module:
-    """Hidden states in, hidden states out: the op that hides the router is named."""
-
-    def dispatch(moe: Any, x: Tensor) -> Tensor:
-        return whole_moe(x, moe.gate, moe.up, moe.down)
-
-    return stack(lambda: MoE(lambda moe, x: (), dispatch, gate=weight(E, D)))
-
-
-@torch.library.custom_op("tiny::topk_softmax", mutates_args=())
-def topk_softmax(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    w, ids = logits.softmax(-1).topk(k, dim=-1)
-    return w, ids.to(torch.int32)
-
-
-@topk_softmax.register_fake
-def _(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    return logits.new_empty(len(logits), k), logits.new_empty(len(logits), k, dtype=torch.int32)
-
-
-@refused("tiny::topk_softmax", also=("captured",))
-def choice_inside_a_custom_op() -> nn.Module:
-    """A fused top-k kernel returns the ids: until a form knows it, it is named."""
-
-    def route(moe: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        w, ids = topk_softmax(moe.gate(x), 2)
-        tap(moe, ids)
-        return ids.long(), w
-
-    return stack(lambda: MoE(route, gate=gate()))
-
-
-@refused("no graph of it ran|did not run|eager")
-def layer_kept_out_of_the_graph() -> nn.Module:
-    """One MoE layer is disabled for the compiler and runs eagerly: a gap, not a shorter record."""
-    model = stack(lambda: MoE(softmax_topk, permuted, gate=gate()))
-    model.layers[1].mlp.forward = torch.compiler.disable(model.layers[1].mlp.forward)
-    return model
-
-
-# ---- nothing: something else is chosen -------------------------------------------------------------------------------
 def in_the_mlp(**parts: Any) -> Any:
     """A decorator that makes a two-layer model of an MLP function `(self, x [B, S, D]) -> [B, S, D]` and its parts."""
 
@@ -207,6 +28,10 @@ def in_the_mlp(**parts: Any) -> Any:
             return self.run(self, x)
 
     return lambda run: stack(lambda: Mlp(run))
+
+
+def wide() -> nn.Linear:
+    return linear(4 * D)
 
 
 @nothing()
@@ -234,14 +59,14 @@ def chosen_heads() -> nn.Module:
 def hashed_attention() -> nn.Module:
     """Reformer: random projections and argmax put tokens into buckets, tokens are sorted by bucket and attend in chunks."""
 
-    @in_the_mlp(planes=lambda: weight(D, 2), qk=lambda: linear(D), v=lambda: linear(D), out=lambda: linear(D), mlp=Gated)
+    @in_the_mlp(planes=lambda: weight(D, 2), qk=lambda: linear(D), v=lambda: linear(D), mlp=Gated)
     def run(mlp: Any, x: Tensor) -> Tensor:
         side = mlp.qk(x) @ mlp.planes
         order = torch.cat([side, -side], -1).argmax(-1).argsort(dim=-1, stable=True)
         rows = order.unsqueeze(-1).expand_as(x)
         q, v = mlp.qk(x).gather(1, rows), mlp.v(x).gather(1, rows)
         y = torch.softmax(q @ F.normalize(q, dim=-1).mT, -1) @ v
-        y = mlp.out(torch.zeros_like(y).scatter(1, rows, y))
+        y = torch.zeros_like(y).scatter(1, rows, y)
         return y + mlp.mlp(y)
 
     return run
@@ -251,7 +76,7 @@ def hashed_attention() -> nn.Module:
 def sparse_autoencoder() -> nn.Module:
     """k-sparse: the largest hidden units are kept, the others zeroed, and decoded by the same weight."""
 
-    @in_the_mlp(enc=lambda: linear(4 * D))
+    @in_the_mlp(enc=wide)
     def run(mlp: Any, x: Tensor) -> Tensor:
         z = mlp.enc(x).relu()
         best, ids = z.topk(5, dim=-1)
@@ -264,7 +89,7 @@ def sparse_autoencoder() -> nn.Module:
 def sparse_autoencoder_gathered() -> nn.Module:
     """The same, decoded from the rows of the chosen units: they are added up, no token is multiplied with them."""
 
-    @in_the_mlp(enc=lambda: linear(4 * D), codes=lambda: weight(4 * D, D))
+    @in_the_mlp(enc=wide, codes=lambda: weight(4 * D, D))
     def run(mlp: Any, x: Tensor) -> Tensor:
         best, ids = mlp.enc(x).relu().topk(5, dim=-1)
         return torch.einsum("bsk,bskd->bsd", best, mlp.codes[ids])
@@ -276,7 +101,7 @@ def sparse_autoencoder_gathered() -> nn.Module:
 def sparse_neurons() -> nn.Module:
     """A predictor keeps the best quarter of an MLP's own neurons by a mask; there are no experts."""
 
-    @in_the_mlp(predict=lambda: linear(4 * D), up=lambda: linear(4 * D), gate=lambda: linear(4 * D), down=lambda: linear(D, 4 * D))
+    @in_the_mlp(predict=wide, up=wide, gate=wide, down=lambda: linear(D, 4 * D))
     def run(mlp: Any, x: Tensor) -> Tensor:
         ids = mlp.predict(x).topk(D, dim=-1).indices
         mask = torch.zeros(*x.shape[:2], 4 * D).scatter_(-1, ids, 1.0)
@@ -328,6 +153,23 @@ def residual_codes() -> nn.Module:
 
 
 @nothing()
+def composed_embeddings() -> nn.Module:
+    """A table of codes for each word of the vocabulary, whose rows of two embeddings are multiplied: a lookup in two steps."""
+
+    class Composed(Net):
+        def __init__(self) -> None:
+            super().__init__([Block(Gated(), Attention()) for _ in range(2)])
+            self.first, self.second = nn.Embedding(E, D), nn.Embedding(E, D)
+            self.register_buffer("codes", torch.randint(E, (VOCAB, 2)))
+
+        def forward(self, ids: Tensor) -> Tensor:
+            codes = self.codes[ids]
+            return self.decode(self.first(codes[..., 0]) * self.second(codes[..., 1]))
+
+    return Composed()
+
+
+@nothing()
 def prompt_pool() -> nn.Module:
     """Learning to prompt: the sequence chooses prompts from a pool [P, L, D], which stand before its tokens."""
 
@@ -349,7 +191,7 @@ def prompt_pool() -> nn.Module:
 def scaled_by_class() -> nn.Module:
     """FiLM: a predicted class chooses a scale and a shift, rows of two tables; no network is chosen."""
 
-    @in_the_mlp(classify=lambda: linear(E), scale=lambda: nn.Embedding(E, D), shift=lambda: nn.Embedding(E, D), mlp=Gated)
+    @in_the_mlp(classify=gate, scale=lambda: nn.Embedding(E, D), shift=lambda: nn.Embedding(E, D), mlp=Gated)
     def run(mlp: Any, x: Tensor) -> Tensor:
         ids = mlp.classify(x).argmax(-1)
         return mlp.mlp(F.layer_norm(x * mlp.scale(ids) + mlp.shift(ids), (D,)))
@@ -501,6 +343,7 @@ def merged_tokens() -> nn.Module:
         m = F.normalize(mlp.metric(x), dim=-1)
         similar, to = (m[:, ::2] @ m[:, 1::2].mT).max(-1)
         even = mlp.mlp(x[:, ::2]) * similar.unsqueeze(-1)
-        return x.clone().index_put((torch.arange(x.shape[0]).unsqueeze(-1), 2 * to.clamp(max=1) + 1), even, accumulate=True)
+        rows = torch.arange(x.shape[0]).unsqueeze(-1)
+        return x.clone().index_put((rows, 2 * to.clamp(max=1) + 1), even, accumulate=True)
 
     return run

@@ -1,7 +1,4 @@
-"""More routers: other gates, other selections and other ways to use the ids, all of which are to be recorded.
-
-What must be refused, or is no routing at all, stands in `lookalikes.py`.
-"""
+"""More routers: other gates and other ways to choose, all of which are to be recorded."""
 
 from __future__ import annotations
 
@@ -10,7 +7,23 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from routers import NEVER, normalised
-from tiny import D, E, HIDDEN, Block, Cases, Gated, MoE, Net, dense, gate, gathered, linear, looped, permuted, softmax_topk, stack, tap, weight
+from tiny import (
+    Block,
+    Cases,
+    D,
+    E,
+    MoE,
+    Net,
+    gate,
+    gathered,
+    linear,
+    permuted,
+    softmax_topk,
+    stack,
+    tap,
+    tokens,
+    weight,
+)
 from torch import Tensor, nn
 
 MORE_ROUTERS = Cases()
@@ -44,7 +57,8 @@ def cosine() -> nn.Module:
         similarity = F.normalize(moe.project(x), dim=1) @ F.normalize(moe.embeddings, dim=0)
         return choose(moe, similarity * moe.temperature.clamp(max=4.6).exp())
 
-    return stack(lambda: MoE(route, project=linear(6), embeddings=weight(6, E), temperature=nn.Parameter(torch.tensor([2.3]))))
+    heat = nn.Parameter(torch.tensor([2.3]))
+    return stack(lambda: MoE(route, project=linear(6), embeddings=weight(6, E), temperature=heat))
 
 
 @captured()
@@ -88,7 +102,7 @@ def experts_first() -> nn.Module:
         scores = torch.sigmoid(moe.gate @ x.T)
         w, ids = torch.topk(scores, 2, dim=0)
         tap(moe, ids.T, scores.T)
-        return ids.T, w.T
+        return ids.T.contiguous(), w.T
 
     return stack(lambda: MoE(route, gate=weight(E, D, scale=2.0)))
 
@@ -106,7 +120,11 @@ def product_and_sum() -> nn.Module:
 @captured()
 def two_layer_gate() -> nn.Module:
     """An MLP as the router."""
-    return stack(lambda: MoE(softmax_topk, gate=nn.Sequential(linear(6, bias=True), nn.Tanh(), linear(E, 6, scale=3.0))))
+
+    def made() -> MoE:
+        return MoE(softmax_topk, gate=nn.Sequential(linear(6, bias=True), nn.Tanh(), linear(E, 6, scale=3.0)))
+
+    return stack(made)
 
 
 @captured()
@@ -128,7 +146,8 @@ def recurrent_router() -> nn.Module:
     class Layer(nn.Module):
         def __init__(self, cell: nn.GRUCell) -> None:
             super().__init__()
-            self.cell, self.norm, self.moe = cell, nn.LayerNorm(D), MoE(lambda moe, x: choose(moe, moe.gate(x)), gate=gate())
+            self.cell, self.norm = cell, nn.LayerNorm(D)
+            self.moe = MoE(lambda moe, x: choose(moe, moe.gate(x)), gate=gate())
 
         def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
             flat = self.norm(x).reshape(-1, D)
@@ -203,7 +222,8 @@ def dora_gate() -> nn.Module:
         adapted = moe.base + moe.lora_b @ moe.lora_a * 0.5
         return choose(moe, F.linear(x, moe.size * adapted / adapted.norm(dim=1, keepdim=True)))
 
-    return stack(lambda: MoE(route, base=weight(E, D), lora_a=weight(3, D), lora_b=weight(E, 3), size=weight(E, 1, scale=2.0)))
+    parts = {"base": (E, D), "lora_a": (3, D), "lora_b": (E, 3), "size": (E, 1)}
+    return stack(lambda: MoE(route, **{name: weight(*shape, scale=2.0) for name, shape in parts.items()}))
 
 
 @captured()
@@ -254,6 +274,32 @@ def masked_experts_before_softmax() -> nn.Module:
         return choose(moe, logits)
 
     return stack(lambda: MoE(route, gate=gate(), off=torch.tensor([1, 4])))
+
+
+@captured()
+def gate_fused_with_another_linear() -> nn.Module:
+    """One product makes a shared expert's hidden state, its own gate and the router's logits; split takes them apart."""
+
+    def route(moe: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        hidden, scale, logits = moe.fused(x).split([D, 1, E], dim=-1)
+        return *choose(moe, logits), moe.out(hidden.relu()) * scale.sigmoid()
+
+    def dispatch(moe: Any, x: Tensor, ids: Tensor, w: Tensor, shared: Tensor) -> Tensor:
+        return permuted(moe, x, ids, w) + shared
+
+    return stack(lambda: MoE(route, dispatch, fused=gate(D + 1 + E), out=linear(D)))
+
+
+@captured(inputs=lambda: tokens((2, 8), (1, 16)))
+def as_many_tokens_as_experts() -> nn.Module:
+    """T, E and D are all 16: no shape tells tokens from experts or features."""
+    return stack(lambda: MoE(softmax_topk, permuted, 16, gate=gate(16)))
+
+
+@captured(inputs=lambda: tokens((1, 1), (2, 1), (1, 3)))
+def decoding_shapes() -> nn.Module:
+    """One token at a time: every dimension of size 1 that could be mistaken for another."""
+    return stack(lambda: MoE(softmax_topk, gate=gate()))
 
 
 @captured()
@@ -455,321 +501,41 @@ def single_neuron_experts() -> nn.Module:
         h = F.gelu(torch.einsum("td,tkd->tk", x, moe.rows_in(ids))) * w
         return torch.einsum("tk,tkd->td", h, moe.rows_out(ids))
 
-    return stack(lambda: MoE(route, dispatch, q=linear(12), keys=weight(2, 8, 6, scale=2.0), rows_in=nn.Embedding(64, D), rows_out=nn.Embedding(64, D)))
-
-
-# ---- what happens to the ids afterwards ------------------------------------------------------------------------------
-@captured()
-def null_expert() -> nn.Module:
-    """The last choice is to do nothing: its id is E, and belongs to the record."""
-
-    def dispatch(moe: Any, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
-        padded = torch.cat([moe.up, torch.zeros_like(moe.up[:1])])
-        h = F.silu(torch.einsum("td,tkfd->tkf", x, padded[ids]))
-        return torch.einsum("tkf,tkdf,tk->td", h, torch.cat([moe.down, torch.zeros_like(moe.down[:1])])[ids], w)
-
-    return stack(lambda: MoE(softmax_topk, dispatch, 5, gate=gate(6)))
-
-
-@captured()
-def shared_expert_as_first_column() -> nn.Module:
-    """The shared expert is column 0 of the ids, and the routed ones move up by one; the record is what was chosen."""
-
-    def route(moe: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        ids, w = softmax_topk(moe, x)
-        return torch.cat([torch.zeros_like(ids[:, :1]), ids + 1], -1), torch.cat([torch.ones_like(w[:, :1]), w], -1)
-
-    return stack(lambda: MoE(route, permuted, E + 1, gate=gate()))
-
-
-@captured()
-def weak_choices_zeroed() -> nn.Module:
-    """Top-k, then a threshold that zeroes weights: as many ids as before."""
-
-    def route(moe: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        ids, w = softmax_topk(moe, x)
-        return ids, torch.where(w < 0.15, torch.zeros_like(w), w)
-
-    return stack(lambda: MoE(route, gate=gate()))
-
-
-@captured()
-def dropped_by_capacity() -> nn.Module:
-    """Tokens past an expert's capacity go to a slot that is thrown away; the record is the choice before that."""
-
-    def dispatch(moe: Any, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
-        capacity = len(x) // 2
-        chosen = F.one_hot(ids.flatten(), E)
-        place = ((chosen.cumsum(0) - 1) * chosen).sum(-1)
-        slot = torch.where(place < capacity, ids.flatten() * capacity + place, E * capacity)
-        held = x.new_zeros(E * capacity + 1, D).index_copy(0, slot, x.repeat_interleave(2, dim=0))
-        y = torch.bmm(torch.bmm(held[:-1].view(E, capacity, D), moe.up.mT).relu(), moe.down.mT)
-        y = torch.cat([y.view(-1, D), x.new_zeros(1, D)])[slot]
-        return (y.view(-1, 2, D) * w.unsqueeze(-1)).sum(1)
-
-    return stack(lambda: MoE(softmax_topk, dispatch, gate=gate()))
-
-
-@captured()
-def switch_top1() -> nn.Module:
-    """Switch: one-hot of max(keepdim) dispatches by einsum into buffers [E, T, D]."""
-
-    def route(moe: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        p = moe.gate(x).softmax(-1)
-        w, ids = torch.max(p, dim=-1, keepdim=True)
-        tap(moe, ids, p)
-        return ids, w
-
-    def dispatch(moe: Any, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
-        mask = F.one_hot(ids.squeeze(-1), E).to(x.dtype)
-        held = torch.einsum("te,td->etd", mask, x)
-        y = torch.bmm(torch.bmm(held, moe.up.mT).relu(), moe.down.mT)
-        return torch.einsum("etd,te->td", y, mask) * w
-
-    return stack(lambda: MoE(route, dispatch, gate=gate()))
-
-
-@captured()
-def one_hot_weights_the_experts() -> nn.Module:
-    """One-hot [T, k, E] folds the chosen experts' weights into one matrix for each token."""
-
-    def dispatch(moe: Any, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
-        mask = F.one_hot(ids, E).to(x.dtype) * w.unsqueeze(-1)
-        h = torch.einsum("td,tke,efd->tkf", x, mask, moe.up).relu()
-        return torch.einsum("tkf,tke,edf->td", h, mask, moe.down)
-
-    return stack(lambda: MoE(softmax_topk, dispatch, gate=gate()))
-
-
-@captured()
-def all_experts_then_gather() -> nn.Module:
-    """Every expert's output is made, and the chosen ones are gathered from it."""
-
-    def dispatch(moe: Any, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
-        y = torch.stack([F.silu(x @ up.T) @ down.T for up, down in zip(moe.up, moe.down, strict=True)], dim=1)
-        return (y.gather(1, ids.unsqueeze(-1).expand(-1, -1, D)) * w.unsqueeze(-1)).sum(1)
-
-    return stack(lambda: MoE(softmax_topk, dispatch, gate=gate()))
-
-
-@captured()
-def module_list_with_masks() -> nn.Module:
-    """All experts run in a loop over a module list, each weighed by a mask of who chose it."""
-
-    def dispatch(moe: Any, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
-        return sum(expert(x) * (w * (ids == i)).sum(-1, keepdim=True) for i, expert in enumerate(moe.bank))
-
-    return stack(lambda: MoE(softmax_topk, dispatch, gate=gate(), bank=nn.ModuleList(Gated() for _ in range(E))))
-
-
-@captured()
-def loop_behind_a_break() -> nn.Module:
-    """The loop over experts stands in a function of its own: the router's ids leave their graph before they reach an expert."""
-    return stack(lambda: MoE(softmax_topk, looped, gate=gate()))
-
-
-@captured()
-def index_add_of_experts() -> nn.Module:
-    """Mixtral as it was: a one-hot mask [E, k, T], torch.where and index_add_ for each expert."""
-
-    def dispatch(moe: Any, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
-        return add_experts(moe, x, F.one_hot(ids, num_classes=E).permute(2, 1, 0), w)
-
-    def add_experts(moe: Any, x: Tensor, mask: Tensor, w: Tensor) -> Tensor:
-        out = torch.zeros_like(x)
-        for number in range(E):
-            column, rows = torch.where(mask[number])
-            y = F.silu(x[rows] @ moe.up[number].T) @ moe.down[number].T
-            out.index_add_(0, rows, y * w[rows, column, None])
-        return out
-
-    return stack(lambda: MoE(softmax_topk, dispatch, gate=gate()))
-
-
-@captured()
-def column_by_column() -> nn.Module:
-    """A loop over the k choices, each through its own slice of the ids."""
-
-    def dispatch(moe: Any, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
-        out = torch.zeros_like(x)
-        for j in range(ids.shape[1]):
-            h = torch.bmm(moe.up[ids[:, j]], x.unsqueeze(-1)).relu()
-            out = out + torch.bmm(moe.down[ids[:, j]], h).squeeze(-1) * w[:, j : j + 1]
-        return out
-
-    return stack(lambda: MoE(softmax_topk, dispatch, gate=gate()))
-
-
-@torch.library.custom_op("tiny::fused_experts", mutates_args=())
-def fused_experts(x: Tensor, up: Tensor, down: Tensor, w: Tensor, ids: Tensor) -> Tensor:
-    h = F.silu(torch.einsum("td,tkfd->tkf", x, up[ids.long()]))
-    return torch.einsum("tkf,tkdf,tk->td", h, down[ids.long()], w)
-
-
-@fused_experts.register_fake
-def _(x: Tensor, up: Tensor, down: Tensor, w: Tensor, ids: Tensor) -> Tensor:
-    return torch.empty_like(x)
-
-
-def fused(moe: Any, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
-    return fused_experts(x, moe.up, moe.down, w, ids)
-
-
-@captured()
-def experts_in_a_custom_op() -> nn.Module:
-    """The experts are one opaque kernel that takes int32 ids."""
-
-    def route(moe: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        ids, w = softmax_topk(moe, x)
-        return ids.to(torch.int32), w
-
-    return stack(lambda: MoE(route, fused, gate=gate()))
-
-
-@captured()
-def placed_experts() -> nn.Module:
-    """Expert placement: a table maps logical to physical experts; the record is logical."""
-
-    def route(moe: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        ids, w = softmax_topk(moe, x)
-        return moe.placement[ids], w
-
-    return stack(lambda: MoE(route, fused, gate=gate(), placement=torch.randperm(E)))
-
-
-@captured()
-def ids_shifted_in_place() -> nn.Module:
-    """Expert parallelism: the ids are made local by an in-place subtraction after the choice."""
-
-    def route(moe: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        ids, w = softmax_topk(moe, x)
-        ids -= 3
-        return ids % E, w
-
-    return stack(lambda: MoE(route, gate=gate()))
-
-
-@captured()
-def ids_sorted_before_dispatch() -> nn.Module:
-    """Each token's ids are put in ascending order for locality; the record keeps the router's order."""
-
-    def route(moe: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        ids, w = softmax_topk(moe, x)
-        ids, order = ids.sort(dim=-1)
-        return ids, w.gather(-1, order)
-
-    return stack(lambda: MoE(route, gate=gate()))
-
-
-@captured()
-def logits_logged_by_another_topk() -> nn.Module:
-    """The user's own top-5 of the logits, returned for logging."""
-
-    class Layer(MoE):
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            shown = self.gate(x.reshape(-1, D)).topk(5).indices
-            return super().forward(x), shown.float().mean()
-
-    return stack(lambda: Layer(softmax_topk, gate=gate()))
-
-
-@captured()
-def auxiliary_topk() -> nn.Module:
-    """A load-balancing loss makes a top-1 and a top-3 of its own from the same probabilities."""
-
-    class Layer(MoE):
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            p = self.gate(x.reshape(-1, D)).softmax(-1)
-            load = F.one_hot(p.argmax(-1), E).float().mean(0) + torch.zeros_like(p).scatter(1, p.topk(3).indices, 1.0).mean(0)
-            return super().forward(x), (load * p.mean(0)).sum()
-
-    return stack(lambda: Layer(softmax_topk, permuted, gate=gate()))
-
-
-@captured()
-def attention_experts_beside() -> nn.Module:
-    """Mixture of attention: experts in the attention, chosen by the same kind of router; only the MLP's are the layer's experts."""
-    return Net([Block(MoE(softmax_topk, permuted, gate=gate()), AttentionExperts()) for _ in range(2)])
-
-
-class AttentionExperts(nn.Module):
-    """Each token's queries come from the experts that it chose."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.q, self.kv, self.out = gate(), weight(E, D, D), linear(2 * D), linear(D)
-
-    def forward(self, x: Tensor) -> Tensor:
-        w, ids = self.gate(x).softmax(-1).topk(2, dim=-1)
-        q = torch.einsum("bsd,bskfd,bsk->bsf", x, self.q[ids], w)
-        k, v = self.kv(x).chunk(2, -1)
-        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True))
-
-
-@captured()
-def lora_experts() -> nn.Module:
-    """Mixture of LoRA experts beside a frozen MLP: the ids choose low-rank pairs, which multiply the token."""
-
-    def dispatch(moe: Any, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
-        low = torch.einsum("td,tkrd->tkr", x, moe.a[ids])
-        return moe.frozen(x) + torch.einsum("tkr,tkdr,tk->td", low, moe.b[ids], w)
-
-    return stack(lambda: MoE(softmax_topk, dispatch, gate=gate(), a=weight(E, 3, D), b=weight(E, D, 3), frozen=Gated()))
-
-
-@captured()
-def one_bank_for_all_layers() -> nn.Module:
-    """MoEUT: the experts are shared by all layers, each layer has a gate of its own."""
-    bank = weight(E, HIDDEN, D), weight(E, D, HIDDEN)
-
     def made() -> MoE:
-        moe = MoE(softmax_topk, permuted, gate=gate())
-        moe.up, moe.down = bank
-        return moe
+        rows_in, rows_out = nn.Embedding(64, D), nn.Embedding(64, D)
+        return MoE(route, dispatch, q=linear(12), keys=weight(2, 8, 6, scale=2.0), rows_in=rows_in, rows_out=rows_out)
 
     return stack(made)
 
 
 @captured()
-def one_module_under_two_names() -> nn.Module:
-    """Each layer's MoE is registered a second time, outside of its layer: still one layer, once."""
-    model = stack(lambda: MoE(softmax_topk, gate=gate()))
-    model.routed = nn.ModuleList(block.mlp for block in model.layers)
-    return model
+def choice_into_buffers() -> nn.Module:
+    """`topk(out=...)` into tensors that were made before."""
+
+    def route(moe: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        p = moe.gate(x).softmax(-1)
+        w, ids = torch.empty(len(x), 2), torch.empty(len(x), 2, dtype=torch.int64)
+        torch.topk(p, 2, dim=-1, out=(w, ids))
+        tap(moe, ids, p)
+        return ids, w
+
+    return stack(lambda: MoE(route, gate=gate()))
 
 
-@captured()
-def checkpointed_blocks() -> nn.Module:
-    """Each block runs under activation checkpointing: its graph is nested in the model's."""
+@captured(also=("refused",))
+def one_choice_for_two_layers() -> nn.Module:
+    """The second layer's experts are chosen by the first layer's router: both layers' rows are these ids."""
 
-    class Checkpointed(Net):
+    class Reused(Net):
         def decode(self, x: Tensor) -> Tensor:
-            with torch.enable_grad():
-                for block in self.layers:
-                    x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+            ids, w = None, None
+            for block in self.layers:
+                moe, flat = block.mlp, block.norm(x).reshape(-1, D)
+                if ids is None:
+                    ids, w = softmax_topk(moe, flat)
+                else:
+                    tap(moe, ids)
+                x = x + gathered(moe, flat, ids, w).view(x.shape)
             return self.head(self.norm(x))
 
-    return Checkpointed([Block(MoE(softmax_topk, permuted, gate=gate())) for _ in range(2)])
-
-
-@captured()
-def vectorised_experts() -> nn.Module:
-    """One module, vmapped over stacked parameters; the chosen outputs are gathered."""
-
-    def dispatch(moe: Any, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
-        y = torch.vmap(lambda up, down: F.silu(x @ up.T) @ down.T)(moe.up, moe.down)
-        return (y[ids, torch.arange(len(x)).unsqueeze(-1)] * w.unsqueeze(-1)).sum(1)
-
-    return stack(lambda: MoE(softmax_topk, dispatch, gate=gate()))
-
-
-@captured()
-def weights_by_dense_scatter() -> nn.Module:
-    """Weights are set in a zero matrix by advanced indexing, and every expert is weighed with them."""
-
-    def dispatch(moe: Any, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
-        weights = torch.zeros(len(x), E)
-        weights[torch.arange(len(x)).unsqueeze(-1), ids] = w
-        return dense(moe, x, weights)
-
-    return stack(lambda: MoE(softmax_topk, dispatch, gate=gate()))
+    return Reused([Block(MoE(softmax_topk, gate=gate())), Block(MoE(softmax_topk))])

@@ -79,15 +79,14 @@ def same_rows(rows: Rows, truth: dict[int, Tensor], ordered: bool = True) -> str
         if not ordered:
             chosen, want = chosen.sort(-1).values, want.sort(-1).values
         if not torch.equal(chosen, want):
-            return f"layer {layer}: {int((chosen != want).any(-1).sum())} of {len(want)} rows differ, e.g. {chosen[:3].tolist()} for {want[:3].tolist()}"
+            differ = int((chosen != want).any(-1).sum())
+            return f"layer {layer}: {differ} of {len(want)} rows differ, e.g. {chosen[:3].tolist()} for {want[:3].tolist()}"
         if (padding != -1).any():
             return f"layer {layer}: {padding[:3].tolist()} in columns that were not routed"
     return ""
 
 
 def same_outputs(a: Any, b: Any) -> bool:
-    """Bit for bit, through tuples, dicts and model outputs."""
-    left, right = (torch.utils._pytree.tree_leaves(x) for x in (a, b))
-    return len(left) == len(right) and all(
-        torch.equal(x, y) if isinstance(x, Tensor) and isinstance(y, Tensor) else type(x) is type(y) for x, y in zip(left, right, strict=True)
-    )
+    """Bit for bit, in every tensor of a tuple or dict; there must be one."""
+    left, right = ([t for t in torch.utils._pytree.tree_leaves(x) if isinstance(t, Tensor)] for x in (a, b))
+    return len(left) > 0 and len(left) == len(right) and all(map(torch.equal, left, right))

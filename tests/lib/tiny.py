@@ -26,6 +26,7 @@ MARGIN = 1e-5
 
 Verdict = Literal["captured", "refused", "nothing"]
 Inputs = Sequence[tuple[Tensor, ...]]
+Make = Callable[[], nn.Module]
 
 _taps: list[tuple[nn.Module, Tensor, Tensor | None]] | None = None
 
@@ -48,7 +49,7 @@ class Case:
     """
 
     name: str
-    make: Callable[[], nn.Module]
+    make: Make
     verdict: Verdict
     why: str
     also: tuple[Verdict, ...] = ()
@@ -78,7 +79,7 @@ class Case:
             assert layer not in found, f"{self.name}: layer {layer} chose twice"
             found[layer] = ids.reshape(-1, ids.shape[-1]).long()
             if scores is not None:
-                assert margin(scores, ids.shape[-1]) > MARGIN, f"{self.name}: a near-tie in layer {layer}; give the case another seed"
+                assert margin(scores, ids.shape[-1]) > MARGIN, f"{self.name}: a near-tie; give it another seed"
         return found
 
 
@@ -98,17 +99,17 @@ def seeded_call(model: Callable[..., Any], args: tuple[Tensor, ...]) -> Any:
 class Cases(dict[str, Case]):
     """Cases by name. Its three methods are decorators for functions that make a model; the docstring says what the case is."""
 
-    def captured(self, **options: Any) -> Callable[[Callable[[], nn.Module]], Callable[[], nn.Module]]:
+    def captured(self, **options: Any) -> Callable[[Make], Make]:
         return self._adds("captured", options)
 
-    def refused(self, reason: str, **options: Any) -> Callable[[Callable[[], nn.Module]], Callable[[], nn.Module]]:
+    def refused(self, reason: str, **options: Any) -> Callable[[Make], Make]:
         return self._adds("refused", {"reason": reason, **options})
 
-    def nothing(self, **options: Any) -> Callable[[Callable[[], nn.Module]], Callable[[], nn.Module]]:
+    def nothing(self, **options: Any) -> Callable[[Make], Make]:
         return self._adds("nothing", options)
 
-    def _adds(self, verdict: Verdict, options: dict[str, Any]) -> Callable[[Callable[[], nn.Module]], Callable[[], nn.Module]]:
-        def add(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    def _adds(self, verdict: Verdict, options: dict[str, Any]) -> Callable[[Make], Make]:
+        def add(make: Make) -> Make:
             assert make.__name__ not in self and make.__doc__
             self[make.__name__] = Case(make.__name__, make, verdict, make.__doc__, **options)
             return make
@@ -183,7 +184,8 @@ class Net(nn.Module):
         for name in parents:
             place.add_module(name, nn.Module())
             place = place.get_submodule(name)
-        place.add_module(last, nn.ModuleDict({str(i): b for i, b in enumerate(blocks)}) if as_dict else nn.ModuleList(blocks))
+        named = {str(i): block for i, block in enumerate(blocks)}
+        place.add_module(last, nn.ModuleDict(named) if as_dict else nn.ModuleList(blocks))
 
     def forward(self, ids: Tensor) -> Any:
         return self.decode(self.embed(ids))
@@ -199,10 +201,16 @@ class Net(nn.Module):
         return (logits, sum(losses)) if losses else logits
 
 
-def stack(make: Callable[[], nn.Module], n: int = 2, dense: Sequence[int] = (), name: str = "mlp", attention: bool = False, **more: Any) -> Net:
+def stack(
+    make: Make, n: int = 2, dense: Sequence[int] = (), name: str = "mlp", attention: bool = False, **more: Any
+) -> Net:
     """A language model of n blocks with an MLP from `make` in each that is not `dense`."""
     mlps = [Gated() if i in dense else make() for i in range(n)]
     return Net([Block(mlp, Attention() if attention else None, name) for mlp in mlps], **more)
+
+
+Routes = Callable[..., Any]
+Dispatches = Callable[..., Tensor]
 
 
 class MoE(nn.Module):
@@ -213,7 +221,7 @@ class MoE(nn.Module):
         parts: modules, parameters and buffers, by the name under which `route` finds them.
     """
 
-    def __init__(self, route: Callable[..., Any], dispatch: Callable[..., Tensor] | None = None, experts: int = E, **parts: Any) -> None:
+    def __init__(self, route: Routes, dispatch: Dispatches | None = None, experts: int = E, **parts: Any) -> None:
         super().__init__()
         self.route, self.dispatch = route, dispatch or gathered
         self.up, self.down = weight(experts, HIDDEN, D), weight(experts, D, HIDDEN)

@@ -227,7 +227,13 @@ class TransformersAdapter(EngineAdapter):
                     output.status = type(status)["FAILED"]
                     output.error = f"{type(error).__name__}: {error}"
             if output.status.name == "FAILED":
-                rows = self._batches.abort(output.request_id, num_tokens)
+                try:
+                    rows = self._batches.abort(output.request_id, num_tokens)
+                except (
+                    R3Error
+                ) as error:  # the request fails already: whatever else is wrong must not keep it from its user
+                    self._errors.append(error)
+                    return
                 if rows is not None:
                     output.routed_experts = rows  # as far as they go
 

@@ -1,0 +1,172 @@
+"""The Triton kernel equals the ATen form; here in Triton's interpreter, on a GPU in test_cuda.py.
+
+The interpreter must be chosen before Triton is imported, so the cases run in a process of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from r3_pass.passes.ops import HEADER, STATE_CALLS, record_reference
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs inside test_in_the_interpreter")
+
+S, M = 20, 3
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
+def test_in_the_interpreter() -> None:
+    """All other tests of this file; they are skipped outside of it."""
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(Path(__file__))]
+    done = subprocess.run(
+        command, env={**os.environ, "TRITON_INTERPRET": "1"}, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout
+
+
+def both(slots: list[int], ids: list[torch.Tensor], columns: list[int], top_k: int = 2, tokens: int | None = None, rounds: int = 1) -> Any:
+    """Run kernel and reference on equal buffers; returns the buffer and the state, which are equal."""
+    from r3_pass.passes import kernels
+
+    mapping = torch.full((HEADER + 70,), -1)
+    mapping[0] = len(slots) if tokens is None else tokens
+    mapping[HEADER : HEADER + len(slots)] = torch.tensor(slots)
+    found = []
+    for run in (kernels.record, record_reference):
+        buffer = torch.full((S + 1, M, top_k), 77, dtype=torch.int16)
+        state = torch.zeros(STATE_CALLS + M, dtype=torch.int32)
+        for _ in range(rounds):
+            run(buffer, state, mapping, torch.tensor(columns), ids)
+        buffer[S] = 0  # what the spare row ends up with is nobody's business
+        found.append((buffer, state))
+    (ours, our_state), (theirs, their_state) = found
+    assert torch.equal(ours, theirs), (ours - theirs).nonzero()
+    assert torch.equal(our_state, their_state), (our_state, their_state)
+    return ours, our_state
+
+
+def random_ids(tokens: int, k: int = 2, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return torch.randint(200, (tokens, k), dtype=dtype)
+
+
+@interpreted
+@pytest.mark.parametrize("tokens", [1, 2, 5, 16, 17, 20])
+@pytest.mark.parametrize("top_k", [1, 2, 3, 8])
+def test_sizes(tokens: int, top_k: int) -> None:
+    """Blocks are powers of two, tokens and k are not: the edge must neither be lost nor written past."""
+    slots = torch.randperm(S)[:tokens].tolist()
+    both(slots, [random_ids(tokens, top_k) for _ in range(M)], [2, 0, 1], top_k)
+
+
+@interpreted
+def test_more_tokens_than_a_block() -> None:
+    """Several programs for one site: the call is counted once, the fault flagged once."""
+    slots = [-1] * 50 + list(range(15)) + [-1]
+    _, state = both(slots, [random_ids(66, 64) for _ in range(M)], [0, 1, 2], top_k=64)
+    assert state.tolist() == [0, 1, 1, 1]
+
+
+@interpreted
+def test_padding() -> None:
+    """Padding lands in the spare row, every other row stays."""
+    buffer, _ = both([3, -1, 5, -1], [random_ids(4)] * M, [0, 1, 2])
+    assert (buffer[[0, 1, 2, 4]] == 77).all()
+
+
+@interpreted
+@pytest.mark.parametrize("expected", [-1, 0, 3, 5])
+def test_another_number_of_tokens(expected: int) -> None:
+    """Nothing is written; -1 is no fault but a graph that is replayed outside of a step."""
+    buffer, state = both([0, 1, 2, 3], [random_ids(4)] * M, [0, 1, 2], tokens=expected)
+    assert (buffer[:S] == 77).all() and bool(state[0]) is (expected >= 0)
+
+
+@interpreted
+@pytest.mark.parametrize("columns", [[0, 1, 2], [-1, 0, 1], [-1, -1, 2]])
+def test_wrong_slots(columns: list[int]) -> None:
+    """Flagged also where the first site is one that is not stored."""
+    _, state = both([0, S, -2, 3], [random_ids(4)] * M, columns)
+    assert state[0] == 2
+
+
+@interpreted
+def test_sites_that_are_not_stored() -> None:
+    """Column -1 would be the last layer of the slot before."""
+    buffer, state = both([4, 5, 6, 7], [random_ids(4)] * M, [-1, 1, -1])
+    assert (buffer[:S, [0, 2]] == 77).all() and state.tolist() == [0, 0, 1, 0]
+
+
+@interpreted
+def test_narrower_layers() -> None:
+    """Each site has its own k, all in one launch."""
+    both([4, 5, 6, 7], [random_ids(4, 1), random_ids(4, 3), random_ids(4, 2)], [0, 1, 2], top_k=3)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        [torch.int32] * 3,
+        [torch.int16] * 3,
+        [torch.uint8] * 3,
+        [torch.int64, torch.int32, torch.int16],
+        [torch.int32, torch.int64, torch.int64],
+    ],
+)
+def test_dtypes(dtypes: list[torch.dtype]) -> None:
+    """The kernel reads either width in place; read as the other, every second id is 0."""
+    both([4, 5, 6, 7], [random_ids(4, dtype=d) for d in dtypes], [0, 1, 2])
+
+
+@interpreted
+def test_strided_ids() -> None:
+    """Rows of k + 1, columns in front, every second row: strides of both dimensions."""
+    wide = random_ids(8, 3)
+    both([4, 5, 6, 7], [wide[:4, :2], random_ids(4, 2).t().contiguous().t(), wide[::2, 1:]], [0, 1, 2])
+
+
+@interpreted
+def test_addresses_that_come_again() -> None:
+    """Tables are kept by the addresses of the ids: new ids at the old place, and old ids in another order, must both be read."""
+    from r3_pass.passes import kernels
+
+    ids = [random_ids(4) for _ in range(2)]
+    columns = torch.tensor([0, 1])
+    mapping = torch.tensor([4, -1, 0, 1, 2, 3])
+    for order in ([0, 1], [1, 0], [0, 1]):
+        for tensor in ids:
+            tensor.copy_(random_ids(4))
+        ours, theirs = (torch.full((S + 1, 2, 2), -1, dtype=torch.int16) for _ in range(2))
+        for run, buffer in ((kernels.record, ours), (record_reference, theirs)):
+            run(buffer, torch.zeros(3, dtype=torch.int32), mapping, columns, [ids[n] for n in order])
+        assert torch.equal(ours, theirs)
+
+
+@interpreted
+def test_many_addresses() -> None:
+    """More different tables than are kept: the oldest go, none is mixed up."""
+    from r3_pass.passes import kernels
+
+    columns, mapping = torch.tensor([0]), torch.tensor([2, -1, 0, 1])
+    pool = random_ids(400)
+    for start in list(range(0, 300, 2)) * 2:
+        buffer = torch.full((S + 1, 1, 2), -1, dtype=torch.int16)
+        kernels.record(buffer, torch.zeros(2, dtype=torch.int32), mapping, columns, [pool[start : start + 2]])
+        assert torch.equal(buffer[:2, 0].long(), pool[start : start + 2])
+
+
+@interpreted
+def test_no_tokens() -> None:
+    """A launch over no program is an error on a GPU."""
+    _, state = both([], [random_ids(0)] * M, [0, 1, 2])
+    assert state.tolist() == [0, 0, 0, 0]
