@@ -25,8 +25,8 @@ from transformers import (
     GenerationConfig,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
-    logging as transformers_logging,
 )
+from transformers import logging as transformers_logging
 
 import r3_pass
 
@@ -88,7 +88,11 @@ def eager_routes(model: Qwen3MoeForCausalLM, tokens: list[int]) -> tuple[np.ndar
 def progress(total: int) -> Iterator[None]:
     """A bar on one line; advance it with next()."""
     for done in range(total + 1):
-        print(f"\rproving rows [{'#' * (20 * done // total):20}] {done}/{total}", end="\n" if done == total else "", flush=True)
+        print(
+            f"\rproving rows [{'#' * (20 * done // total):20}] {done}/{total}",
+            end="\n" if done == total else "",
+            flush=True,
+        )
         yield
 
 
@@ -106,7 +110,9 @@ def draw_load(routes: list[np.ndarray], path: Path) -> str:
     figure, axes = plt.subplots(figsize=(9, 2.6), layout="constrained")
     shown = np.where(load.sum(1, keepdims=True) > 0, load / np.maximum(load.sum(1, keepdims=True), 1), np.nan)
     image = axes.imshow(shown, aspect="auto", cmap="viridis")
-    axes.set(xlabel="expert", ylabel="layer", yticks=range(LAYERS), title="share of choices per expert (layer 0 is dense)")
+    axes.set(
+        xlabel="expert", ylabel="layer", yticks=range(LAYERS), title="share of choices per expert (layer 0 is dense)"
+    )
     figure.colorbar(image)
     figure.savefig(path, dpi=120)
     return f"expert load drawn in {path}"
@@ -114,7 +120,9 @@ def draw_load(routes: list[np.ndarray], path: Path) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--inner", default="aot_eager", help="compiler behind the pass: aot_eager, inductor (a minute or two more), eager")
+    parser.add_argument(
+        "--inner", default="aot_eager", help="compiler behind the pass, e.g. inductor (minutes on a CPU)"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--new-tokens", type=int, default=24)
     parser.add_argument("--picture", type=Path, default=Path("expert_load.png"))
@@ -133,9 +141,12 @@ def main() -> None:
     session = r3_pass.runtime.attach(model)
     started = time.perf_counter()
     prompts = [list(text.encode()) for text in PROMPTS]
-    outputs = model.generate_batch(prompts, generation_config=generation, continuous_batching_config=batching, progress_bar=True)
+    outputs = model.generate_batch(
+        prompts, generation_config=generation, continuous_batching_config=batching, progress_bar=True
+    )
     seconds = time.perf_counter() - started
-    print(f"\n{len(outputs)} requests in {seconds:.1f} s, compilation included ({given.inner}, {given.device})\n\n{backend.report()}\n")
+    print(f"\n{len(outputs)} requests in {seconds:.1f} s, compilation included ({given.inner}, {given.device})\n")
+    print(f"{backend.report()}\n")
     session.detach()
 
     model.set_attn_implementation("sdpa")
@@ -149,10 +160,13 @@ def main() -> None:
         right = int((rows == expected).all(axis=(1, 2)).sum())
         equal, total, smallest = equal + right, total + len(rows), min(smallest, float(margins.min()))
         used = len(np.unique(rows[:, 1:]))
-        lines.append(f"{name}: {rows.dtype}{list(rows.shape)}  {right}/{len(rows)} rows equal  {used}/{EXPERTS} experts used  last row {rows[-1, 1].tolist()}")
+        lines.append(
+            f"{name}: {rows.dtype}{list(rows.shape)}  {right}/{len(rows)} rows equal  {used}/{EXPERTS} experts used  "
+            f"last row, layer 1: {rows[-1, 1].tolist()}"
+        )
         next(bar)
     print("\n".join(lines))
-    print(f"\n{equal} of {total} rows equal to an eager prefill; smallest margin between a chosen and the next score: {smallest:.1e}")
+    print(f"\n{equal} of {total} rows equal to an eager prefill (smallest margin between two scores: {smallest:.1e})")
     print(draw_load([o.routed_experts for o in outputs.values()], given.picture))
     if equal != total:
         raise SystemExit("some rows differ")

@@ -10,7 +10,7 @@ as placeholders whose names end in `r3_buffer`, `r3_state`, `r3_slots` and `r3_c
 from __future__ import annotations
 
 import hashlib
-import json
+import types
 from collections.abc import Callable
 from pathlib import Path
 
@@ -60,7 +60,8 @@ class RecordPass(CustomGraphPass):
         missing = [f"r3_{name}" for name in _INPUTS if name not in placeholders]
         if missing:
             raise ValueError(
-                f"the graph routes ({len(found.sites)} sites) and lacks the inputs {missing}: add them with r3_pass.passes.inputs.add_input "
+                f"the graph routes ({len(found.sites)} sites) and lacks the inputs {missing}: add them with "
+                "r3_pass.passes.inputs.add_input "
                 "before compilation, or compile with r3_pass.backend(), which does."
             )
         nested = [s.module for s in found.sites if any(c.graph is not graph for c in s.columns)]
@@ -79,22 +80,42 @@ class RecordPass(CustomGraphPass):
             insert_record(graph, sites, [placeholders[name] for name in _INPUTS], count=False)
         graph.lint()
 
-    def uuid(self) -> str:
-        """Changes with everything that changes the rewritten graph: this project's sources, the forms, and torch."""
+    def uuid(self) -> str | None:
+        """Changes with everything that changes the rewritten graph: this project's sources, the forms, the test of weights, torch.
+
+        None, so that Inductor caches nothing, where one of these functions cannot be told by its code and what it closes over.
+        """
         digest = hashlib.sha256(torch.__version__.encode())
         here = Path(__file__).parent
-        folders = (here, here.parent / "registry") if (here.parent / "registry" / "form.py").exists() else (here,)
-        for source in sorted(path for folder in folders for path in folder.glob("*.py")):
+        for source in sorted([*here.glob("*.py"), *(here.parent / "registry").glob("*.py")]):
             digest.update(source.name.encode() + source.read_bytes())
-        digest.update(json.dumps([_identity(form.find) for form in forms()]).encode())
-        digest.update(json.dumps(_identity(self.weight)).encode())
+        try:
+            for function in (*(form.find for form in forms()), self.weight):
+                digest.update(repr(_identity(function)).encode())
+        except TypeError:
+            return None
         return digest.hexdigest()
 
 
-def _identity(function: Callable[..., object]) -> list[str]:
-    """A function's name and code: two functions that decide differently differ in it."""
-    code = getattr(function, "__code__", None)
-    return [
-        f"{function.__module__}.{function.__qualname__}",
-        hashlib.sha256(code.co_code + repr(code.co_consts).encode()).hexdigest() if code else "",
-    ]
+def _identity(thing: object) -> object:
+    """Plain values that differ wherever two functions could decide differently.
+
+    Raises: TypeError for what has none.
+    """
+    if thing is None or thing is Ellipsis or isinstance(thing, bool | int | float | complex | str | bytes):
+        return thing
+    if isinstance(thing, tuple | list):
+        return type(thing).__name__, [_identity(item) for item in thing]
+    if isinstance(thing, set | frozenset):
+        return "set", sorted(repr(_identity(item)) for item in thing)
+    if isinstance(thing, dict):
+        return "dict", [(_identity(key), _identity(item)) for key, item in thing.items()]
+    if isinstance(thing, types.CodeType):
+        return thing.co_code, thing.co_names, thing.co_varnames, _identity(thing.co_consts)
+    if isinstance(thing, types.FunctionType):
+        closed = tuple(cell.cell_contents for cell in thing.__closure__ or ())
+        held = (thing.__defaults__, thing.__kwdefaults__, closed)
+        return thing.__module__, thing.__qualname__, _identity(thing.__code__), _identity(held)
+    if isinstance(thing, type | types.ModuleType | types.BuiltinFunctionType):
+        return repr(thing)
+    raise TypeError(f"{type(thing).__name__} has no identity that holds in another process")

@@ -8,6 +8,7 @@ itself and not to a copy; all its sizes symbolic, so that another number of slot
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -40,14 +41,14 @@ def add_input(
     sizes = [abs(s) for s in shape]
     with torch._guards.tracing(None):
         real = torch.empty(sizes, dtype=dtype, device="meta" if device.type == "meta" else device)
-    context: StatelessSymbolicContext[DimDynamic, None] = StatelessSymbolicContext(
+    context: StatelessSymbolicContext[Any, Any] = StatelessSymbolicContext(
         dynamic_sizes=[DimDynamic.STATIC if s < 0 else DimDynamic.DYNAMIC for s in shape],
-        constraint_sizes=[None] * len(shape),  # type: ignore[arg-type]  # as torch's own callers do
+        constraint_sizes=[None] * len(shape),
     )
     fake = mode.from_tensor(real, static_shapes=False, symbolic_context=context, source=ConstantSource(f"r3_{name}"))
     last = [n for n in graph.nodes if n.op == "placeholder"]
     with graph.inserting_after(last[-1]) if last else graph.inserting_before(next(iter(graph.nodes))):
         node = graph.placeholder(f"r3_{name}")
     node.meta.update(val=fake, example_value=fake, tensor_dict={"_dynamo_static_input_type": "guarded"})
-    node._dynamo_source = None  # type: ignore[attr-defined]  # AOTAutograd reads it of every placeholder
+    node._dynamo_source = None  # AOTAutograd reads it of every placeholder
     return node

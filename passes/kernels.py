@@ -27,7 +27,7 @@ _WRONG_TOKENS = tl.constexpr(ERROR_TOKENS)
 _WRONG_SLOT = tl.constexpr(ERROR_SLOT)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def record_kernel(  # type: ignore[no-untyped-def]
     table, buffer, state, slots, columns, tokens, num_slots, stored, top_k,
     WIDE: tl.constexpr, BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,

@@ -108,7 +108,10 @@ def _decide(flow: DataFlow, form: RoutingForm, selection: Selection, broken: boo
         return trace, _reject(node, why + ", so a token has no ids of its own to replay", True, gate)
     id_dim, top_k = _columns_of(selection, recorded)
     if top_k is None or (selection.needs_slice and recorded in selection.ids):
-        why = "the number of experts differs from token to token (all of them in order, then a cut by value): no fixed ids per token"
+        why = (
+            "the number of experts differs from token to token (all of them in order, then a cut by value): "
+            "no fixed ids per token"
+        )
         return trace, _reject(node, why, proved, gate)
     site = Accepted(
         form=_form_name(flow, form, selection, trace),
@@ -132,12 +135,15 @@ def _decide_table(flow: DataFlow, form: RoutingForm, selection: Selection) -> De
     node = selection.node
     dispatch = follow_ids(flow, selection.ids, [Root(n, (), None) for n in selection.roots], None)
     if not dispatch.proved:
-        return _reject(node, "looked-up integers that choose no parameters: " + ("; ".join(dispatch.fates) or "they are never used"))
+        fate = "; ".join(dispatch.fates) or "they are never used"
+        return _reject(node, f"looked-up integers that choose no parameters: {fate}")
     id_dim, top_k = _columns_of(selection, node)
     if top_k is None:
         return _reject(node, "the number of expert ids that are looked up for a token is not fixed", True)
     table = flow.operand(node, node.args[1] if spelling(node) == "embedding" else node.args[0])
-    banks = {dims(w)[0] for w in dispatch.weights if len(dims(w)) >= 3} or {dims(w)[0] for w in dispatch.weights if dims(w)}
+    banks = {dims(w)[0] for w in dispatch.weights if len(dims(w)) >= 3} or {
+        dims(w)[0] for w in dispatch.weights if dims(w)
+    }
     experts = banks.pop() if len(banks) == 1 else 0
     return Accepted(
         form=form.name,
@@ -242,7 +248,7 @@ def _table_has_columns(node: fx.Node) -> bool:
 def _form_name(flow: DataFlow, form: RoutingForm, selection: Selection, trace: Trace) -> str:
     """ "softmax_topk", "sigmoid_bias_grouped_topk", "topk_softmax": what happens to the scores, then the selection."""
     names = [spelling(n) for n in trace.passed]
-    parts = [s for s in ("softmax", "log_softmax", "sigmoid", "softplus", "tanh") if s in names]
+    parts: list[str] = [s for s in ("softmax", "log_softmax", "sigmoid", "softplus", "tanh") if s in names]
     if any(spelling(n) == "add" and any(flow.kind(i) == "weight" for i in flow.inputs(n)) for n in trace.passed):
         parts.append("bias")
     masks = [n for n in trace.passed if spelling(n) in ("masked_fill", "where", "mul", "scatter")]

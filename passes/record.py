@@ -86,7 +86,7 @@ def rewrite(module: fx.GraphModule, sites: Sequence[Accepted], device: torch.dev
         add_input(graph, mode, COLUMNS, (-len(found),), torch.int64, device),
     )
     with graph.inserting_before(output):
-        flat, tokens = insert_record(graph, found, added)
+        _, tokens = insert_record(graph, found, added)
         if not isinstance(tokens, int):
             results = tuple(output.args[0])
             output.args = ((*results, tokens),)
@@ -131,7 +131,9 @@ def unequal(found: Sequence[Occurrence]) -> str:
         counts[product([size for dim, size in enumerate(shape) if dim != at])] = None
     if len(counts) < 2:
         return ""
-    return f"its layers route different numbers of tokens ({', '.join(map(str, counts))}), and a step has one slot a token"
+    return (
+        f"its layers route different numbers of tokens ({', '.join(map(str, counts))}), and a step has one slot a token"
+    )
 
 
 def kept(graph: fx.Graph, ids: fx.Node) -> fx.Node:
@@ -201,7 +203,7 @@ def _copy(module: fx.GraphModule, wanted: dict[fx.Node, bool]) -> tuple[fx.Graph
         new = graph.node_copy(node, lambda n: mapping[n])
         mapping[node] = new
         if node.op == "placeholder" and hasattr(node, "_dynamo_source"):
-            new._dynamo_source = node._dynamo_source  # type: ignore[attr-defined]
+            new._dynamo_source = node._dynamo_source
         if node in wanted:
             where[(node, ())] = kept(graph, new) if wanted[node] else new
         if nested is None or not any(n in wanted for n in _all_nodes(nested)):
@@ -262,13 +264,14 @@ def _as_called(weight: fx.Node, first: Path, path: Path) -> fx.Node | None:
     """What comes in along `path` at the place where `weight` comes in along `first`; None if that is no plain argument."""
     if first == path:
         return weight
-    inside: fx.Node | None = weight
+    inside = weight
     for call in first:
         nested = subgraph_of(call)
         assert nested is not None, "a path is made of calls"
-        inside = next((p for p, given in bound(call, nested).items() if given is inside), None)
-        if inside is None:
+        held = [p for p, given in bound(call, nested).items() if given is inside]
+        if not held:
             return None
+        inside = held[0]
     for call in reversed(path):
         nested = subgraph_of(call)
         assert nested is not None, "a path is made of calls"

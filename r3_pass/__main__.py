@@ -96,7 +96,8 @@ def _as_text(report: Report, layers: int, slots: int) -> str:
     geometry = _geometry(report, layers, slots)
     if geometry is not None:
         lines.append(
-            f"slot buffer: int16 [{slots} + 1, {geometry.row_shape[0]}, {geometry.top_k}], {geometry.bytes_per_slot} bytes a token, "
+            f"slot buffer: int16 [{slots} + 1, {geometry.row_shape[0]}, {geometry.top_k}], "
+            f"{geometry.bytes_per_slot} bytes a token, "
             f"{geometry.nbytes / 2**20:.1f} MiB for {slots} slots"
         )
     return "\n".join(lines)

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from r3_pass.binding import Binding, Place, find_binding
-from r3_pass.errors import RefusedConfiguration
+from r3_pass.errors import R3Error, RefusedConfiguration
 from r3_pass.inner import Compiled, Inner, compile_with
 from r3_pass.passes.match import match
 from r3_pass.passes.record import rewrite
@@ -64,6 +64,13 @@ class CompiledGraph:
         if binding is None or binding.tokens is None or not weights:
             return self.plain(*args)
         binding.refuse(self.refused)
+        try:
+            return self._record(binding, weights, args)
+        except R3Error as error:
+            binding.problems[str(error)] = None  # the step fails, also where an engine swallows this
+            raise
+
+    def _record(self, binding: Binding, weights: tuple[Any, ...], args: tuple[Any, ...]) -> Any:
         placement = binding.place(self.witnesses, weights, self.placed)
         if binding not in self.served():
             self._served = (*self._served, weakref.ref(binding))

@@ -65,26 +65,16 @@ class Place:
 
 @dataclasses.dataclass
 class Placement:
-    """A graph's sites, placed by the weights of one call.
-
-    Attributes:
-        held: where in the model each weight that names a layer hangs: a module's parameters, its name there, the weight.
-    """
+    """A graph's sites, placed by the weights of one call."""
 
     graph: Witnesses
     weights: tuple[Any, ...]
-    held: tuple[tuple[dict[str, Any], str, Any], ...]
     problems: dict[str, None]
     stored: tuple[int, ...]
     columns: Tensor
 
     def stands(self, graph: Witnesses, weights: tuple[Any, ...]) -> bool:
-        """Whether it holds for these weights, and they still hang where they did."""
-        return (
-            self.graph is graph
-            and all(a is b for a, b in zip(self.weights, weights, strict=True))
-            and all(module.get(name) is weight for module, name, weight in self.held)
-        )
+        return self.graph is graph and all(a is b for a, b in zip(self.weights, weights, strict=True))
 
 
 class Binding:
@@ -123,10 +113,12 @@ class Binding:
         self.lock = threading.RLock()
         self._lay_out = lay_out
         self._placements: dict[tuple[int, int], Placement] = {}
-        self._read_by_graphs: list[Tensor] = []  # columns of placements that are gone, while a CUDA graph may still read them
+        self._read_by_graphs: list[
+            Tensor
+        ] = []  # columns of placements that are gone, while a CUDA graph may still read them
         self._tagged: list[Any] = []
         self._released = False
-        self._sample: tuple[nn.Module, str, Any] | None = None
+        self._links: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
         self.claim()
 
     # ---- weights ------------------------------------------------------------------------------------------------
@@ -167,9 +159,12 @@ class Binding:
             if id(weight) not in kept:
                 self._release_weight(weight)
         self._tagged = tagged
-        if changed:
+        if changed or self.weights_replaced():
             self._forget_placements()
-        self._sample = self._find_sample()
+            self._links.clear()
+        first = next((weight for name, weight in self.model.named_parameters() if block_of(name) is not None), None)
+        if first is not None:
+            self._link(first)
         return changed
 
     def _owner(self, weight: Any) -> Owner | None:
@@ -179,19 +174,24 @@ class Binding:
         owner = owner_of(weight)
         return owner if owner is not None and owner.binding is self else None
 
-    def _find_sample(self) -> tuple[nn.Module, str, Any] | None:
-        for name, weight in self.model.named_parameters():
-            if block_of(name) is not None:
-                path, _, last = name.rpartition(".")
-                return self.model.get_submodule(path), last, weight
-        return None
+    def _link(self, weight: Any) -> None:
+        """Remember each module on the way from the model to a weight that names a layer."""
+        owner = self._owner(weight)
+        if owner is None or not owner.names:
+            return
+        *path, name = owner.names[0].split(".")
+        module = self.model
+        for part in path:
+            child = module._modules[part]
+            assert child is not None, "named_parameters passes through modules"
+            self._links[(id(module._modules), part)] = module._modules, part, child
+            module = child
+        held: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
+        self._links[(id(held), name)] = held, name, weight
 
     def weights_replaced(self) -> bool:
-        """Whether the model's parameters are other objects now (`load_state_dict(assign=True)`); one comparison."""
-        if self._sample is None:
-            return False
-        module, name, weight = self._sample
-        return module._parameters.get(name) is not weight
+        """Whether weights hang elsewhere than their marks say: replaced (`load_state_dict(assign=True)`), or moved in the model."""
+        return not all(held.get(name) is thing for held, name, thing in self._links.values())
 
     def release_weights(self) -> None:
         """Take every mark off again, for good."""
@@ -210,6 +210,10 @@ class Binding:
         owner = owner_of(weight)
         if owner is not None and owner.binding is self:
             delattr(weight, _OWNER)
+
+    def expected(self) -> tuple[int, ...]:
+        """Layers that hold experts by the model's modules; all of them must be captured."""
+        return self.structure.expected(self.container) if self.container is not None else ()
 
     def columns(self) -> list[Tensor]:
         """What record ops in captured CUDA graphs read beside the buffer."""
@@ -233,6 +237,9 @@ class Binding:
         if not all(self._hangs_as_named(w) for w in weights):
             self.claim()
         places = tuple(self._place_site(graph, number, weights) for number in range(len(graph.sites)))
+        for gates, experts in zip(graph.gates, graph.experts, strict=True):
+            for number in (gates or experts)[:1]:
+                self._link(weights[number])
         found: dict[int, str] = {}
         wanted = 0
         for place, site in zip(places, graph.sites, strict=True):
@@ -250,7 +257,7 @@ class Binding:
         self.modules.update(found)
         placed.update(dict.fromkeys(enumerate(places)))
         if not set(found) <= set(self.layers) or wanted > self.top_k:
-            self._lay_out(tuple(sorted({*self.layers, *found})), max(wanted, self.top_k))
+            self._lay_out(tuple(sorted({*self.layers, *found, *self.expected()})), max(wanted, self.top_k))
             self._forget_placements()  # their columns are those of the smaller buffer
         column = {layer: m for m, layer in enumerate(self.layers)}
         numbers = [column[p.block.index] if p.block is not None else -1 for p in places]
@@ -261,27 +268,18 @@ class Binding:
             columns = columns.pin_memory().to(self.device, non_blocking=True)
             kernels.prepare(columns)
         problems = dict.fromkeys(p.problem for p in places if p.problem)
-        held = tuple(self._held(w) for w in weights if self._hangs_as_named(w))
-        return Placement(graph, weights, held, problems, tuple(n for n in numbers if n >= 0), columns)
+        return Placement(graph, weights, problems, tuple(n for n in numbers if n >= 0), columns)
 
     def _hangs_as_named(self, weight: Any) -> bool:
         """Whether a weight is the model's, and its marks say where."""
         owner = self._owner(weight)
         if owner is None or not owner.names:
             return owner is not None
+        path, _, name = owner.names[0].rpartition(".")
         try:
-            module, name, _ = self._held(weight)
+            return getattr(self.model.get_submodule(path), name, None) is weight
         except AttributeError:  # the module is gone
             return False
-        return module.get(name) is weight
-
-    def _held(self, weight: Any) -> tuple[dict[str, Any], str, Any]:
-        owner = self._owner(weight)
-        if owner is None or not owner.names:
-            return {"": weight}, "", weight
-        path, _, name = owner.names[0].rpartition(".")
-        module = self.model.get_submodule(path)
-        return (module._parameters if name in module._parameters else module._buffers), name, weight
 
     def _place_site(self, graph: Witnesses, number: int, weights: tuple[Any, ...]) -> Place:
         """Which block's routing this is: by the gate, then by the experts, then by the module path it was traced in."""
@@ -297,7 +295,8 @@ class Binding:
             why = "no weight of a decoder layer is in the same graph as the selection"
             return Place(None, module, why, f"{site.module or 'a graph'}: {why}" if site.proved else "")
         if len(candidates) > 1:
-            why = f"its weights are shared by {', '.join(sorted(map(str, candidates)))}, and nothing else in the graph tells which of them runs"
+            sharing = ", ".join(sorted(map(str, candidates)))
+            why = f"its weights are shared by {sharing}, and nothing else in the graph tells which of them runs"
             return Place(None, module, why, f"{module}: {why}")
         (block,) = candidates
         inside = module.removeprefix(f"{block}.")
@@ -325,7 +324,8 @@ class Binding:
             self._two_lists(self.container, block.container, module)
         if experts > torch.iinfo(torch.int16).max:
             raise BufferLayoutError(
-                f"{module} routes over {experts} experts; the slot buffer is int16 and holds ids up to {torch.iinfo(torch.int16).max}. "
+                f"{module} routes over {experts} experts; the slot buffer is int16 and holds ids up to "
+                f"{torch.iinfo(torch.int16).max}. "
                 "Such a model cannot be recorded."
             )
 
@@ -351,9 +351,10 @@ class Binding:
         for column in placement.stored:
             self.calls[column] += 1
         if tokens != self.tokens:
-            what = f"the forward ran over {tokens} tokens, the step's slot mapping has {self.tokens} entries; nothing was recorded"
-            self.problems[what] = None
-            raise BufferLayoutError(f"{what}. Give one slot for each token that is forwarded, -1 for padding.")
+            raise BufferLayoutError(
+                f"the forward ran over {tokens} tokens, the step's slot mapping has {self.tokens} entries; nothing was recorded. "
+                "Give one slot for each token that is forwarded, -1 for padding."
+            )
 
     def settle(self) -> None:
         """After a CUDA graph was captured: replays on the current stream come after what its record ops were given to read."""
@@ -369,12 +370,11 @@ class Binding:
         for column in placement.stored:
             if self.calls[column]:
                 layer = self.layers[column]
-                what = (
-                    f"layer {layer} ({self.modules.get(layer, '?')}) routes a second time in one step: a second forward of the model, or "
-                    "a layer that runs twice in one"
+                raise RefusedConfiguration(
+                    f"layer {layer} ({self.modules.get(layer, '?')}) routes a second time in one step: a second "
+                    "forward of the model, "
+                    "or a layer that runs twice in one. A step is exactly one forward: open a session.step for each."
                 )
-                self.problems[what] = None
-                raise RefusedConfiguration(f"{what}. A step is exactly one forward: open a session.step for each.")
 
 
 def _candidates(gates: Sequence[frozenset[Block]], experts: Sequence[frozenset[Block]]) -> frozenset[Block]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,12 +35,21 @@ def explain(model: nn.Module, *args: Any, **kwargs: Any) -> Report:
     inner = getattr(model, "_orig_mod", model)
     tracer = _Tracer(inner)
     with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=4096):
-        torch.compile(_call_of(inner), backend=tracer)(*args, **kwargs)
+        traced: Any = torch.compile(_call_of(inner), backend=tracer, **_BESIDE)
+        traced(*args, **kwargs)
+    tracer.binding = None
     return Report(tuple(tracer.graphs))
 
 
+# Dynamo keeps compiled code by the function that it is of. In a region of its own, what is traced here does not count against the
+# limit of recompilations of the user's functions; a torch that lacks the option counts it.
+_BESIDE: dict[str, Any] = (
+    {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
+)
+
+
 def _call_of(model: nn.Module) -> Any:
-    """The model's forward as a function of its own, so that what is traced here is cached beside nobody's code."""
+    """The model's forward as a function, so that its own is traced into and not compiled."""
 
     def traced(*args: Any, **kwargs: Any) -> Any:
         return model(*args, **kwargs)
@@ -52,9 +62,11 @@ class _Tracer:
 
     def __init__(self, model: nn.Module) -> None:
         self.graphs: list[GraphRecord] = []
-        self.binding = Binding(model, torch.device("cpu"), self._lay_out, mark=False)
+        # Dropped when all is traced: Dynamo keeps what it compiled, and the model would stay with it.
+        self.binding: Binding | None = Binding(model, torch.device("cpu"), self._lay_out, mark=False)
 
     def _lay_out(self, layers: tuple[int, ...], top_k: int) -> None:
+        assert self.binding is not None, "called while tracing"
         self.binding.layers, self.binding.top_k = layers, top_k
 
     def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
@@ -72,7 +84,7 @@ class _Tracer:
 
         def run(*args: Any) -> Any:
             weights = witnesses.weights(args)
-            if weights:
+            if weights and self.binding is not None:
                 try:
                     self.binding.place(witnesses, weights, record.placed)
                 except R3Error as refusal:

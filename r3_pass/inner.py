@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -38,8 +38,8 @@ def _inductor(module: fx.GraphModule, example_inputs: Sequence[Any], options: di
 
     patches = dict(list_mode_options(options["mode"]) if options.get("mode") else {})
     patches.update(options.get("options") or {})
-    compiled: Compiled = compile_fx(module, list(example_inputs), config_patches=patches or None)
-    return compiled
+    compiled: Any = compile_fx(module, list(example_inputs), config_patches=patches or None)
+    return cast(Compiled, compiled)
 
 
 def _aot_eager(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
@@ -49,7 +49,8 @@ def _aot_eager(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Compile
 
     def forward(graph: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
         defunctionalize(graph)
-        return boxed_nop(graph, inputs)  # type: ignore[no-any-return]
+        compiled: Compiled = boxed_nop(graph, list(inputs))
+        return compiled
 
     compiled: Compiled = aot_autograd(fw_compiler=forward, bw_compiler=boxed_nop, keep_inference_input_mutations=True)(
         module, list(example_inputs)

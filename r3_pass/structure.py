@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+_SEPARATE = "experts, each a module"
 _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "num_decoder_layers")
 _TOP_K = re.compile(
     r"^(num_experts_per_tok(en)?|num_selected_experts|(moe_|router_)?top_?k(_experts)?|moe_k|num_experts_per_token)$"
@@ -39,6 +40,7 @@ class Structure:
         experts: blocks that hold experts, with what was seen there.
         config_layers: layer counts that the config gives, by name.
         top_k: experts per token by the config, a hint; None if it does not say.
+        separate_experts: experts are modules of their own, which code loops over.
         may_route: False only if no block has anything that experts could be: a dense model.
     """
 
@@ -46,6 +48,7 @@ class Structure:
     experts: dict[Block, str]
     config_layers: dict[str, int]
     top_k: int | None
+    separate_experts: bool
     may_route: bool
 
     def num_layers(self, container: str) -> int:
@@ -57,8 +60,9 @@ class Structure:
         return counts[0]
 
     def expected(self, container: str) -> tuple[int, ...]:
-        """Indices of the blocks of one list that hold experts."""
-        return tuple(sorted(b.index for b in self.experts if b.container == container))
+        """Indices of the decoder layers in one list that hold experts; blocks past the model's layers are a drafter's."""
+        count = self.num_layers(container)
+        return tuple(sorted(b.index for b in self.experts if b.container == container and b.index < count))
 
     @property
     def main_container(self) -> str | None:
@@ -86,7 +90,8 @@ def inspect(model: nn.Module) -> Structure:
         if evidence is not None:
             experts[block] = evidence
         may_route = may_route or evidence is not None or _loose_evidence(tensors)
-    return Structure(blocks, experts, _layer_counts(model), _top_k(model), may_route)
+    separate = any(_SEPARATE in evidence for evidence in experts.values())
+    return Structure(blocks, experts, _layer_counts(model), _top_k(model), separate, may_route)
 
 
 def _aliases(members: dict[Block, list[tuple[str, torch.Tensor]]]) -> list[str]:
@@ -117,13 +122,12 @@ def _experts_in(model: nn.Module, block: Block, tensors: list[tuple[str, torch.T
     """Evidence of routed experts in a block: a bank [E, ., .] or E like modules, beside a weight that scores E choices."""
     scored = {size for _, t in tensors if t.dim() == 2 and t.is_floating_point() for size in t.shape}
     for name, tensor in tensors:
-        if tensor.dim() >= 3 and tensor.shape[0] >= 2 and not _is_convolution(model, name):
-            if any(
-                size >= tensor.shape[0] and size <= 2 * tensor.shape[0]
-                for size in scored
-                if tensor.shape[0] in scored or size > tensor.shape[0]
-            ):
-                return f"{name} holds {tensor.shape[0]} experts"
+        if tensor.dim() < 3 or tensor.shape[0] < 2 or _is_convolution(model, name):
+            continue
+        if any(
+            tensor.shape[0] <= size <= 2 * tensor.shape[0] for size in scored
+        ):  # a gate may be padded, or score more
+            return f"{name} holds {tensor.shape[0]} experts"
     prefix = str(block) + "."
     for path, module in model.named_modules(remove_duplicate=False):
         if not path.startswith(prefix) or not isinstance(module, nn.ModuleList | nn.ModuleDict):
@@ -132,7 +136,7 @@ def _experts_in(model: nn.Module, block: Block, tensors: list[tuple[str, torch.T
         if len(children) >= 2 and len({type(c) for c in children}) == 1 and len(children) in scored:
             shapes = {tuple(tuple(p.shape) for p in c.parameters()) for c in children}
             if len(shapes) == 1 and shapes != {()}:
-                return f"{path} holds {len(children)} experts"
+                return f"{path} holds {len(children)} {_SEPARATE}"
     return None
 
 

@@ -25,25 +25,43 @@ _SYNONYMS = {
     "bitwise_or": "or", "logical_and": "and", "logical_or": "or", "invert": "not", "logical_not": "not", "bitwise_not": "not",
     "neg": "neg", "negative": "neg", "is_scatter": "scatter", "concat": "cat", "concatenate": "cat", "view_as": "view",
     "reshape_as": "view", "reshape": "view", "unsafe_view": "view", "flatten": "view", "unflatten": "view", "squeeze": "view",
-    "unsqueeze": "view", "ravel": "view", "swapaxes": "transpose", "swapdims": "transpose", "moveaxis": "movedim", "absolute": "abs",
+    "unsqueeze": "view", "ravel": "view", "swapaxes": "transpose", "swapdims": "transpose", "moveaxis": "movedim",
+    "absolute": "abs",
     "imatmul": "matmul", "index": "getitem", "greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le",
     "not_equal": "ne", "softmax_": "softmax", "special_softmax": "softmax", "grouped_mm_fallback": "grouped_mm",
 }  # fmt: skip
 _INPLACE_OPERATORS = {
     operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod, operator.iand, operator.ior,
 }  # fmt: skip
-CREATION = frozenset(
-    ["zeros", "ones", "full", "empty", "arange", "zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty", "rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "eye", "tensor", "scalar_tensor", "linspace", "size", "shape", "numel", "dim", "sym_size", "stride"]
-)
+CREATION = frozenset({
+    "zeros", "ones", "full", "empty", "arange", "zeros_like", "ones_like", "full_like", "empty_like", "new_zeros",
+    "new_ones", "new_full", "new_empty", "rand", "randn", "randint", "rand_like", "randn_like", "randint_like",
+    "eye", "tensor", "scalar_tensor", "linspace", "size", "shape", "numel", "dim", "sym_size", "stride",
+})  # fmt: skip
 """Operators whose result depends on the shape of their inputs at most, never on their values."""
 
-_INLINED = frozenset(
-    ["wrap", "tag_activation_checkpoint", "wrap_activation_checkpoint", "invoke_subgraph", "wrap_with_set_grad_enabled", "wrap_with_autocast", "hints_wrapper", "dynamo_bypassing_wrapper"]
-)
+_INLINED = frozenset({
+    "wrap", "tag_activation_checkpoint", "wrap_activation_checkpoint", "invoke_subgraph",
+    "wrap_with_set_grad_enabled", "wrap_with_autocast", "hints_wrapper", "dynamo_bypassing_wrapper",
+})  # fmt: skip
 """Higher-order operators whose graph runs exactly once where they stand: no branch, no loop, no backward beside it."""
 
 CONTRACTIONS = frozenset(
-    ["linear", "matmul", "mm", "bmm", "mv", "addmm", "baddbmm", "einsum", "tensordot", "bilinear", "grouped_mm", "scaled_mm", "dot"]
+    [
+        "linear",
+        "matmul",
+        "mm",
+        "bmm",
+        "mv",
+        "addmm",
+        "baddbmm",
+        "einsum",
+        "tensordot",
+        "bilinear",
+        "grouped_mm",
+        "scaled_mm",
+        "dot",
+    ]
 )
 """Operators that multiply and sum over a shared dimension."""
 
@@ -298,14 +316,14 @@ class DataFlow:
         """The producer of one argument of `node`, as `node` reads it; None if the argument is no node."""
         if not isinstance(arg, fx.Node):
             return None
-        arg = self.resolve(arg)
+        wanted: fx.Node = self.resolve(arg)
         read = self._inputs.get(node, ())
-        if arg in read:
-            return arg
+        if wanted in read:
+            return wanted
         for candidate in read:
-            if any(arg in self._bases(self.resolve(target)) for target in written(candidate)):
+            if any(wanted in self._bases(self.resolve(target)) for target in written(candidate)):
                 return candidate
-        return arg
+        return wanted
 
     def kind(self, node: fx.Node) -> str:
         """ "const" (no values but shapes), "weight" (weights and constants only) or "data" (depends on the call's inputs)."""

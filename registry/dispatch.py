@@ -46,9 +46,10 @@ IDS, MASK, PERM, SEL, TOK, PROD = "IDS", "MASK", "PERM", "SEL", "TOK", "PROD"
 _COMPARISONS = frozenset(["eq", "ne", "gt", "ge", "lt", "le", "isin"])
 _SELECTIONS = frozenset(["topk", "argmax", "argmin", "max", "min", "kthvalue", "multinomial", "argsort", "sort"])
 _PICKING = frozenset(["getitem", "embedding", "index_select", "gather", "take_along_dim", "take"])
-_REARRANGE = frozenset(
-    ["view", "transpose", "permute", "expand", "contiguous", "clone", "detach", "to", "type_as", "float", "half", "bfloat16", "long", "int", "repeat"]
-)
+_REARRANGE = frozenset({
+    "view", "transpose", "permute", "expand", "contiguous", "clone", "detach", "to", "type_as", "float", "half",
+    "bfloat16", "long", "int", "repeat",
+})  # fmt: skip
 _GROUPED = frozenset(["grouped_mm"])
 
 

@@ -30,12 +30,14 @@ from r3_pass.registry.dataflow import (
 
 Span = tuple[int, int]  # first and last dimension, both included
 
-_REDUCTIONS = frozenset(
-    ["sum", "mean", "amax", "amin", "max", "min", "prod", "logsumexp", "norm", "std", "var", "median", "nansum", "nanmean", "vector_norm", "any", "all"]
-)
-_ORDERING = frozenset(
-    ["sort", "argsort", "cumsum", "cumprod", "cummax", "cummin", "flip", "roll", "msort", "diff", "unfold", "multinomial", "bincount", "histc", "one_hot"]
-)
+_REDUCTIONS = frozenset({
+    "sum", "mean", "amax", "amin", "max", "min", "prod", "logsumexp", "norm", "std", "var", "median", "nansum",
+    "nanmean", "vector_norm", "any", "all",
+})  # fmt: skip
+_ORDERING = frozenset({
+    "sort", "argsort", "cumsum", "cumprod", "cummax", "cummin", "flip", "roll", "msort", "diff", "unfold",
+    "multinomial", "bincount", "histc", "one_hot",
+})  # fmt: skip
 _MULTIPLIES = frozenset(["mul", "sub"])
 _NODE_BUDGET = 600
 
@@ -363,7 +365,7 @@ def _through_layout(node: fx.Node, name: str, span: Span, before: Sequence[Dim],
         a, b = int(argument(node, 1, "dim0", "axis0")) % rank, int(argument(node, 2, "dim1", "axis1")) % rank
         order[a], order[b] = order[b], order[a]
     elif name == "permute":
-        given = argument(node, 1, "dims")
+        given: Any = argument(node, 1, "dims")
         given = given if isinstance(given, tuple | list) else node.args[1:]
         order = [int(d) % rank for d in given]
     elif name == "movedim":

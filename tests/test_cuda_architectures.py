@@ -22,9 +22,11 @@ def test_rows_on_a_gpu(name: str, inner: str, per_layer: bool) -> None:
     built = build(name)
     built.model.cuda()
     layers = built.decoder_layers if per_layer else []
+    calls = [{k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in inputs.items()} for inputs in built.inputs]
+    truths = [
+        {layer: ids.cpu() for layer, ids in built.truth(call).items()} for call in calls
+    ]  # before anything is compiled
     with torch.no_grad(), recording(built.model, inner, layers) as recorder:
-        for inputs in built.inputs:
-            on_device = {key: v.cuda() if isinstance(v, torch.Tensor) else v for key, v in inputs.items()}
-            truth = {layer: ids.cpu() for layer, ids in built.truth(on_device).items()}
-            _, rows = recorder.rows(inputs["input_ids"].numel(), lambda call=on_device: recorder.compiled(**call))
+        for call, truth in zip(calls, truths, strict=True):
+            _, rows = recorder.rows(call["input_ids"].numel(), lambda call=call: recorder.compiled(**call))
             assert same_rows(rows, truth, built.architecture.ordered) == ""

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from r3_pass.backend import Backend
-from r3_pass.errors import NoRouterFound, RefusedConfiguration, UnsupportedEngine
+from r3_pass.errors import NoRouterFound, R3Error, RefusedConfiguration, UnsupportedEngine
 from r3_pass.runtime.engines import ADAPTERS
 from r3_pass.runtime.engines.base import EngineAdapter
 from r3_pass.runtime.session import Session
@@ -64,34 +64,35 @@ def _attach_engine(engine: Any, backend: Backend | str | None, num_layers: int |
         if known is None:
             if isinstance(engine, nn.Module) or callable(engine):
                 raise RefusedConfiguration(
-                    f"attach({type(engine).__name__}) needs num_slots=, the number of KV slots: no engine is behind it that would say so."
+                    f"attach({type(engine).__name__}) needs num_slots=, the number of KV slots: no engine is "
+                    "behind it that would say so."
                 )
             names = ", ".join(a.__name__ for a in ADAPTERS)
             raise UnsupportedEngine(
-                f"no adapter knows a {type(engine).__module__}.{type(engine).__name__} (known: {names}, and compiled models with num_slots=). "
+                f"no adapter knows a {type(engine).__module__}.{type(engine).__name__} (known: {names}, and "
+                "compiled models with num_slots=). "
                 "Drive the steps yourself with attach(compiled_model, num_slots=...), or write an adapter on "
                 "r3_pass.runtime.engines.base.EngineAdapter and attach that."
             )
         adapter = known(engine)  # type: ignore[call-arg]  # adapters are built from the engine
-    _refuse_model(adapter.model)
-    chosen = (
-        backend if isinstance(backend, Backend) else next((b for b in adapter.backends if isinstance(b, Backend)), None)
-    )
-    session = Session(
-        adapter.model,
-        _device_of(adapter.model),
-        adapter.num_slots,
-        adapter.max_tokens,
-        num_layers,
-        adapter,
-        _reasons(chosen),
-    )
+    session: Session | None = None
     try:
+        session = _session_of(adapter, backend, num_layers)
         adapter.install(session)
-    except BaseException:
-        session.detach()
+    except R3Error:
+        adapter.uninstall()
+        if session is not None:
+            session.detach()
         raise
     return session
+
+
+def _session_of(adapter: EngineAdapter, backend: Backend | str | None, num_layers: int | None) -> Session:
+    _refuse_model(adapter.model)
+    theirs = next((b for b in adapter.backends if isinstance(b, Backend)), None)
+    reasons = _reasons(backend if isinstance(backend, Backend) else theirs)
+    device = _device_of(adapter.model)
+    return Session(adapter.model, device, adapter.num_slots, adapter.max_tokens, num_layers, adapter, reasons)
 
 
 def unwrap(compiled: Any) -> tuple[nn.Module, Backend | None]:
@@ -112,7 +113,8 @@ def unwrap(compiled: Any) -> tuple[nn.Module, Backend | None]:
         seen = inner
     if not isinstance(seen, nn.Module):
         raise RefusedConfiguration(
-            f"attach got a {type(compiled).__name__} with no model behind it that could be seen (a compiled function, say). Pass the model "
+            f"attach got a {type(compiled).__name__} with no model behind it that could be seen (a compiled "
+            "function, say). Pass the model "
             "whose weights it uses: attach(model, backend=backend, num_slots=...)."
         )
     return seen, backend
@@ -160,12 +162,14 @@ def _refuse_model(model: nn.Module) -> None:
         text_config(model), "is_encoder_decoder", False
     ):
         raise RefusedConfiguration(
-            f"{type(model).__name__} is an encoder-decoder: layers of both number from 0, and routed_experts has one axis of layers. "
+            f"{type(model).__name__} is an encoder-decoder: layers of both number from 0, and routed_experts has "
+            "one axis of layers. "
             "Compile and attach the decoder by itself: attach(model.get_decoder(), backend=backend, num_slots=...)."
         )
     if not structure.may_route:
         raise NoRouterFound(
-            f"{type(model).__name__} is dense: none of its {sum(structure.blocks.values())} blocks holds experts. There is no routing to record."
+            f"{type(model).__name__} is dense: none of its {sum(structure.blocks.values())} blocks holds experts. "
+            "There is no routing to record."
         )
 
 

@@ -52,7 +52,7 @@ class Pending:
 
     def done(self) -> bool:
         """Whether `wait` returns at once."""
-        return self._block is None or bool(self._block.copied.query())  # type: ignore[no-untyped-call]
+        return self._block is None or bool(self._block.copied.query())
 
     def wait(self) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int32] | None]:
         """Rows int16[n, M, K] and flags int32[F] (or None), once they have arrived. Copy what outlives `release`."""
@@ -88,8 +88,8 @@ class Exporter:
         self._token_stream: torch.cuda.Stream | None = None
         self._prefix_stream: torch.cuda.Stream | None = None
         if self.device.type == "cuda":
-            self._token_stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-            self._prefix_stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            self._token_stream = torch.cuda.Stream(self.device)
+            self._prefix_stream = torch.cuda.Stream(self.device)
 
     @property
     def host_bytes(self) -> int:
@@ -170,7 +170,7 @@ class _Block:
         self.num_bytes = num_bytes
         memory = np.frombuffer(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=np.uint8)
         self.memory = torch.from_numpy(memory)
-        self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.copied = torch.cuda.Event()
         if _lock_pages(self.memory):
             # Whoever drops a block with a copy under way waits for it here: the device writes to these pages.
             weakref.finalize(self, _unlock_pages, self.memory, self.copied)
@@ -208,7 +208,7 @@ class _Pool:
 
 def _lock_pages(memory: torch.Tensor) -> bool:
     """Page-lock the memory, or warn and leave it pageable."""
-    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    cudart = torch.cuda.cudart()
     error = int(cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
     if error == 0:
         return True
@@ -226,4 +226,4 @@ def _lock_pages(memory: torch.Tensor) -> bool:
 
 def _unlock_pages(memory: torch.Tensor, copied: torch.cuda.Event) -> None:
     copied.synchronize()
-    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())

@@ -61,7 +61,8 @@ class SlotMapping:
         if low < -1 or high >= num_slots:
             wrong = low if low < -1 else high
             raise BufferLayoutError(
-                f"slot {wrong} of token {int(np.flatnonzero(host == wrong)[0])} is out of range; expected 0 to {num_slots - 1}, or -1 for "
+                f"slot {wrong} of token {int(np.flatnonzero(host == wrong)[0])} is out of range; expected 0 to "
+                f"{num_slots - 1}, or -1 for "
                 "padding. Attach or wake the session with the engine's own number of slots."
             )
         ordered = np.sort(real)

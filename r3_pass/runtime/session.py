@@ -108,8 +108,11 @@ class Session:
         self._steps = 0
         self._proved = False
         self._detached = False
-        self._retired: list[tuple[object, ...]] = []  # what CUDA graphs of a released buffer still read: it tells them to write nothing
+        self._versions: list[tuple[int, Hashable]] = []  # number of the first row that each version of the weights made
+        # What CUDA graphs of a released buffer still read: it tells them to write nothing.
+        self._retired: list[tuple[object, ...]] = []
         self._binding = Binding(model, device, self._lay_out)
+        self.loops_over_experts = self._binding.structure.separate_experts
         if num_slots is not None:
             self._wake(num_slots, max_tokens or num_slots)
 
@@ -141,8 +144,7 @@ class Session:
         self._num_slots = num_slots
         self._mapping = SlotMapping(max_tokens, self._device)
         binding.mapping = self._mapping.static
-        expected = binding.structure.expected(binding.container) if binding.container is not None else ()
-        layers = binding.layers or expected
+        layers = binding.layers or binding.expected()
         top_k = binding.top_k or binding.structure.top_k or 0
         if layers and top_k:
             self._lay_out(layers, top_k)
@@ -155,7 +157,8 @@ class Session:
             return
         if self._proved and (layers != binding.layers or top_k != binding.top_k):
             raise BufferLayoutError(
-                f"a graph routes layers {sorted(set(layers) - set(binding.layers))} with top-k {top_k}; the buffer was laid out in the first "
+                f"a graph routes layers {sorted(set(layers) - set(binding.layers))} with top-k {top_k}; the "
+                "buffer was laid out in the first "
                 f"step for {len(binding.layers)} layers and top-k {binding.top_k}. Compile all of the model before its first step."
             )
         geometry = Geometry(self._num_slots, self._count_layers(layers), layers, top_k)
@@ -178,6 +181,7 @@ class Session:
             self._flag_duplicates(self._mapping.slots(binding.tokens))
         if self._table is None or self._table.rows.row_shape != geometry.row_shape:
             self._table = SequenceTable(RowLog(geometry.row_shape))
+            self._versions = [(0, self.version)]
 
     def _count_layers(self, layers: tuple[int, ...]) -> int:
         if self._num_layers is not None:
@@ -195,7 +199,8 @@ class Session:
             segments: which tokens are whose, one after the other from index 0; their rows go to their requests. What follows
                 them in the mapping must be -1. None: rows stay in the buffer only.
 
-        Raises, when entered: BufferLayoutError for a mapping that cannot be, MissingRoutes for a gap, and what an earlier step found
+        Raises, when entered: BufferLayoutError for a mapping that cannot be, MissingRoutes for a gap, and what an
+        earlier step found
             out too late to raise itself. When left: PartialCapture or NoRouterFound if a layer was not written.
         """
         return _Step(self, slot_mapping, SegmentBatch.of(segments))
@@ -206,7 +211,8 @@ class Session:
             if self._step is not None:
                 raise RefusedConfiguration(
                     "a step is open already: it was entered twice, or the engine left a step in the middle without closing its "
-                    "context. Use `with session.step(...)` around exactly one forward. If that step is gone for good: take the rows that "
+                    "context. Use `with session.step(...)` around exactly one forward. If that step is gone for "
+                    "good: take the rows that "
                     "there are with abort(), then detach() and attach again."
                 )
             self._collect(wait=False)
@@ -217,7 +223,8 @@ class Session:
                 )
             if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise RefusedConfiguration(
-                    "session.step was entered inside a CUDA graph capture, so its slot mapping would be baked into the graph. Enter the "
+                    "session.step was entered inside a CUDA graph capture, so its slot mapping would be baked "
+                    "into the graph. Enter the "
                     "step first (with all slots -1), then capture the forward inside it."
                 )
             binding = self._binding
@@ -307,10 +314,12 @@ class Session:
         if binding.captured and not any(binding.calls) and not binding.problems:
             return  # the device counts, and its count comes with the rows
         written = [layer for layer, calls in zip(binding.layers, binding.calls, strict=True) if calls]
-        missing = [layer for layer in binding.layers if layer not in written]
+        expected = binding.layers or binding.expected()
+        missing = [layer for layer in expected if layer not in written]
         reasons = list(binding.problems) + [f"layer {layer}: {self._why(layer)}" for layer in missing]
         advice = (
-            "Run r3_pass.explain(model, ...) for every candidate. A layer whose graph did not run fell back to eager: a graph break "
+            "Run r3_pass.explain(model, ...) for every candidate. A layer whose graph did not run fell back to "
+            "eager: a graph break "
             "inside it, a disabled region, Dynamo's recompilation limit, or a call that bypassed the compiled wrapper."
         )
         if not written and not binding.problems:
@@ -324,7 +333,7 @@ class Session:
                 + f"\n{advice}"
             )
         raise PartialCapture(
-            f"{len(written)} of {len(binding.layers)} MoE layers were captured in this step.\n  "
+            f"{len(written)} of {len(expected)} MoE layers were captured in this step.\n  "
             + "\n  ".join(reasons[:16])
             + f"\n{advice}"
         )
@@ -367,13 +376,15 @@ class Session:
                 if errors & bit
             ]
             failure: R3Error = BufferLayoutError(
-                f"step {step}: {' and '.join(found)}, found on the device. The rows of that step were not recorded. Give one slot for "
+                f"step {step}: {' and '.join(found)}, found on the device. The rows of that step were not "
+                "recorded. Give one slot for "
                 "each token that is forwarded, each at most once, -1 for padding."
             )
         elif (calls != writes).any():
             layers = [self._binding.layers[m] for m in np.flatnonzero(calls != writes)]
             failure = PartialCapture(
-                f"step {step}: layers {layers} were written {calls[calls != writes].tolist()} times, expected {writes}. A replayed CUDA graph "
+                f"step {step}: layers {layers} were written {calls[calls != writes].tolist()} times, expected "
+                f"{writes}. A replayed CUDA graph "
                 "lacks the record op, or holds more than one forward. Capture it inside `session.step(all -1)`."
             )
         else:
@@ -419,14 +430,15 @@ class Session:
                     self._collect(wait=False)
             if self._device.type == "cpu":
                 self._collect(wait=True)
-                rows = self._table.rows.take(self._table.numbers(request_id))
+                rows = self._table.rows.take(self._table.numbers(request_id)[start:])
                 void = np.flatnonzero((rows[:, :, 0] < 0).any(axis=1))
                 if void.size:
-                    position = int(void[0])
+                    position = start + int(void[0])
                     self._table.truncate(request_id, min(before, position))
                     given = torch.as_tensor(slots)
                     raise StaleRoutes(
-                        f"request {request_id!r}, position {position}: the row of slot {int(given[position - start])} is void: the slot was "
+                        f"request {request_id!r}, position {position}: the row of slot "
+                        f"{int(given[position - start])} is void: the slot was "
                         "assigned to a new owner, or its weights or KV came from outside, and no forward has written it since. "
                         "Forward these tokens again, or bring their rows with insert()."
                     )
@@ -467,7 +479,8 @@ class Session:
             theirs = (rows.layers, rows.rows.shape[1:], rows.version)
             if ours != theirs:
                 raise RefusedConfiguration(
-                    f"rows of (layers, shape, weight version) {theirs} cannot go into a buffer of {ours}. Forward these tokens again."
+                    f"rows of (layers, shape, weight version) {theirs} cannot go into a buffer of {ours}. Forward "
+                    "these tokens again."
                 )
             if zlib.crc32(rows.rows.tobytes()) != rows.checksum:
                 raise RefusedConfiguration(
@@ -495,7 +508,7 @@ class Session:
                 raise MissingRoutes(
                     f"request {request_id!r} is unknown: no step has run. Pass segments with every step."
                 )
-            self._arrive(request_id)
+            self._arrive(request_id, num_tokens - 1)
             self._raise_failure()
             rows = self._table.finish(request_id, num_tokens, self._complete)
             return self._expand(rows)
@@ -509,14 +522,15 @@ class Session:
                 return np.full(
                     (0, geometry.num_layers if geometry else 0, geometry.top_k if geometry else 0), -1, np.int16
                 )
-            self._arrive(request_id)
+            self._arrive(request_id, num_tokens - 1)
             rows = self._table.abort(request_id, num_tokens)
             void = np.flatnonzero((rows[:, :, 0] < 0).any(axis=1))
             return self._expand(rows[: int(void[0])] if void.size else rows)
 
-    def _arrive(self, request_id: Hashable) -> None:
+    def _arrive(self, request_id: Hashable, num_rows: int) -> None:
+        """Take in the copies that hold these rows, and no later one: an engine may have a further batch in flight."""
         assert self._table is not None
-        numbers = self._table.numbers(request_id)
+        numbers = self._table.numbers(request_id)[: max(num_rows, 0)]
         self._collect(wait=bool(numbers.size), up_to=int(numbers.max()) if numbers.size else None)
 
     def _complete(self, request_id: Hashable, rows: Rows) -> None:
@@ -524,8 +538,10 @@ class Session:
         void = np.flatnonzero((rows[:, :, 0] < 0).any(axis=1))
         if void.size:
             raise StaleRoutes(
-                f"request {request_id!r}, position {int(void[0])} ({void.size} of {len(rows)} rows): its row is void: it came from a slot that "
-                "was assigned to a new owner and not written since, or from a step that failed. The request stays registered: abort "
+                f"request {request_id!r}, position {int(void[0])} ({void.size} of {len(rows)} rows): its row is "
+                "void: it came from a slot that "
+                "was assigned to a new owner and not written since, or from a step that failed. The request "
+                "stays registered: abort "
                 "it, or forward these tokens again."
             )
 
@@ -563,6 +579,19 @@ class Session:
                 self._buffer.void_all()
             self._binding.claim()
             self.version = tag
+            if self._table is not None:
+                self._versions.append((self._table.rows.reserve(0), tag))
+
+    def versions(self, request_id: Hashable) -> list[tuple[int, Hashable]]:
+        """Which weights made the rows of a running request: (first position, tag of `weights_changed`) of each run of them."""
+        with self._lock:
+            self._usable()
+            if self._table is None:
+                return []
+            starts, tags = zip(*self._versions, strict=True)
+            made = np.searchsorted(starts, self._table.numbers(request_id), side="right") - 1
+            firsts = np.flatnonzero(np.diff(made, prepend=-1))
+            return [(int(position), tags[made[position]]) for position in firsts]
 
     def release(self) -> None:
         """The KV cache is freed: so is the buffer. Copies in flight are drained; requests that were running are dropped."""
@@ -643,20 +672,30 @@ class Session:
 
 
 class _Step:
-    """The context of one step; see `Session.step`."""
+    """The context of one step; see `Session.step`.
 
-    __slots__ = ("batch", "session", "slots")
+    A model that loops over its experts (`torch.where(ids == e)` for each) makes Dynamo give up the whole function, router included,
+    unless operators with data-dependent sizes may be traced. For such models, what is compiled inside a step may.
+    """
+
+    __slots__ = ("_tracing", "batch", "session", "slots")
 
     def __init__(self, session: Session, slots: Slots, batch: SegmentBatch) -> None:
         self.session = session
         self.slots = slots
         self.batch = batch
+        self._tracing: contextlib.AbstractContextManager[Any] | None = None
 
     def __enter__(self) -> Session:
         self.session._enter(self)
+        if self.session.loops_over_experts:
+            self._tracing = torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+            self._tracing.__enter__()
         return self.session
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._tracing is not None:
+            self._tracing.__exit__(None, None, None)
         self.session._exit(self, failed=error is not None)

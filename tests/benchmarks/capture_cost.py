@@ -106,7 +106,10 @@ def measure(name: str, token_counts: list[int], rounds: int, replays: int, captu
         parameter.requires_grad_(False)
     off = torch.compile(model, backend="inductor", dynamic=False)
     on = torch.compile(model, backend=r3_pass.backend("inductor"), dynamic=False)
-    wide = {dtype: torch.full((SLOTS + 1, layers, top_k), -1, dtype=dtype, device="cuda") for dtype in (torch.int32, torch.int64)}
+    wide = {
+        dtype: torch.full((SLOTS + 1, layers, top_k), -1, dtype=dtype, device="cuda")
+        for dtype in (torch.int32, torch.int64)
+    }
     results = []
     for tokens in token_counts:
         torch._dynamo.reset()  # the variants share one code object: its limit on recompilations counts them all
@@ -137,7 +140,9 @@ def measure(name: str, token_counts: list[int], rounds: int, replays: int, captu
         level = {variant: sorted(statistics.median(seen) for seen in found) for variant, found in times.items()}
         off_level = statistics.median(level["off"])
         row: dict[str, Any] = {"geometry": name, "tokens": tokens, "off": off_level}
-        row.update({variant: statistics.median(seen) - off_level for variant, seen in level.items() if variant != "off"})
+        row.update(
+            {variant: statistics.median(seen) - off_level for variant, seen in level.items() if variant != "off"}
+        )
         row["spread of off"] = level["off"][-1] - level["off"][0]
         row["spread of r3_pass"] = level["r3_pass"][-1] - level["r3_pass"][0]
         results.append(row)
@@ -167,25 +172,35 @@ def empty_kernel(replays: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 256, 8192])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[256, 1, 8192])
     parser.add_argument("--geometry", choices=list(GEOMETRIES), nargs="+", default=list(GEOMETRIES))
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--replays", type=int, default=20)
-    parser.add_argument("--captures", type=int, default=3, help="CUDA graphs of each variant: two of the same differ, too")
-    parser.add_argument("--limit", type=float, default=15.0, help="fail if recording at T = 256 costs more microseconds (R1 geometry)")
+    parser.add_argument(
+        "--captures", type=int, default=3, help="CUDA graphs of each variant: two of the same differ, too"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=15.0, help="fail if recording at T = 256 costs more microseconds (R1 geometry)"
+    )
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark measures GPU time: it needs a CUDA device")
     torch.backends.cuda.matmul.allow_tf32 = False
     floor = empty_kernel(given.replays)
-    rows = [row for name in given.geometry for row in measure(name, given.tokens, given.rounds, given.replays, given.captures)]
+    rows = [
+        row
+        for name in given.geometry
+        for row in measure(name, given.tokens, given.rounds, given.replays, given.captures)
+    ]
     machine = {
         "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "python": platform.python_version(),
         "date": datetime.date.today().isoformat(), "empty kernel in a CUDA graph": floor,
     }  # fmt: skip
     print(json.dumps(machine))
-    print(f"\n| geometry | T | routing alone | r3_pass adds | int32 index_put_ per layer adds | int64, no cast | spread of 3 captures (off, r3_pass) |\n|{'---|' * 7}")
+    print(
+        f"\n| geometry | T | routing alone | r3_pass adds | int32 index_put_ per layer adds | int64, no cast | spread of 3 captures (off, r3_pass) |\n|{'---|' * 7}"
+    )
     for row in rows:
         print(
             f"| {row['geometry']} | {row['tokens']} | {row['off']:.0f} | **{row['r3_pass']:.1f}** | {row['per layer']:.1f} | "

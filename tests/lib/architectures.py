@@ -4,12 +4,13 @@
     built.model(**built.inputs[0])
     built.truth(built.inputs[0])        # {decoder layer: int64 [T, k]}
 
-The truth comes from one eager run: hooks mark when a router module runs, and a dispatch mode sees what it chooses then. The ids are
-those that the router returns, where it returns them. No graph is involved.
+The truth comes from one eager run: hooks mark when a router module runs, and a dispatch mode sees what it chooses then.
+The ids are those that the router returns, where it returns them. No graph is involved.
 
 Legend: T tokens in the step, E experts (zero experts included), k experts per token.
 """
 
+# ruff: noqa: C408  (configs read best as keyword arguments)
 from __future__ import annotations
 
 import dataclasses
@@ -106,15 +107,17 @@ class Seen:
 
     def ids(self, architecture: Architecture) -> Tensor:
         k = architecture.top_k
-        over_experts = [(s.flatten(0, -2), i.flatten(0, -2)) for s, i in self.selections if s.shape[-1] == architecture.experts]
-        for scores, ids in over_experts:
-            assert margin(scores, ids.shape[-1]) > MARGIN, "a near-tie: give the architecture other weights"
-        tensors = [t for t in torch.utils._pytree.tree_leaves(self.returned) if isinstance(t, Tensor)]
-        returned = [t for t in tensors if t.dtype == torch.int64 and t.dim() >= 2 and t.shape[-1] == k and t.max() < architecture.experts]
-        if returned:
-            return returned[-1].flatten(0, -2)
-        chosen = [ids for _, ids in over_experts if ids.shape[-1] == k]
-        return chosen[-1]
+        chosen = []
+        for scores, ids in self.selections:
+            if scores.shape[-1] == architecture.experts:
+                assert margin(scores, ids.shape[-1]) > MARGIN, "a near-tie: give the architecture another seed"
+                chosen.append(ids)
+        leaves = [t for t in torch.utils._pytree.tree_leaves(self.returned) if isinstance(t, Tensor)]
+        returned = [t for t in leaves if t.dtype == torch.int64 and t.dim() >= 2 and t.shape[-1] == k]
+        if returned and returned[-1].max() < architecture.experts:
+            chosen = returned
+        ids = next(ids for ids in reversed(chosen) if ids.shape[-1] == k)
+        return ids.flatten(0, -2)
 
 
 class Watch(TorchDispatchMode):
@@ -159,7 +162,7 @@ def build(name: str, experts_implementation: str | None = None) -> Built:
     architecture = ARCHITECTURES[name]
     torch.manual_seed(zlib.crc32(name.encode()) + SEEDS.get(name, 0))
     model_class = getattr(transformers, architecture.model)
-    config_class = getattr(transformers, architecture.config_class) if architecture.config_class else model_class.config_class
+    config_class = getattr(transformers, architecture.config_class or model_class.config_class.__name__)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = model_class(config_class(**architecture.config)).float().eval()
@@ -190,16 +193,23 @@ def randomise(model: nn.Module) -> None:
 ARCHITECTURES: dict[str, Architecture] = {}
 SEEDS: dict[str, int] = {}
 
+# fmt: off
 PLAIN = dict(
     vocab_size=VOCAB, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48, head_dim=8,
     max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2, tie_word_embeddings=False,
-)  # fmt: skip
-LATENT = PLAIN | dict(num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8)
+)
+LATENT = PLAIN | dict(
+    num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
+)
 GROUPS = dict(n_group=4, topk_group=2)
 INDEXER = dict(index_topk=4, index_head_dim=16, index_n_heads=2)  # as many tokens as experts, to mislead
-LINEAR_ATTENTION = dict(linear_key_head_dim=8, linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4)
+LINEAR_ATTENTION = dict(
+    linear_key_head_dim=8, linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4,
+)
+UNORDERED = dict(ordered=False)
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 MROPE = ROPE | {"mrope_section": [2, 1, 1]}
+# fmt: on
 
 
 def add(
@@ -235,7 +245,8 @@ def add(
         "first_k_dense_replace": {"first_k_dense_replace": layers.count("d")},
         "num_dense_layers": {"num_dense_layers": layers.count("d")},
     }[dense]
-    merged = base | {"num_hidden_layers": len(layers), experts: count, per_token: top_k, "moe_intermediate_size": 16} | spelled
+    merged = base | {"num_hidden_layers": len(layers), experts: count, per_token: top_k, "moe_intermediate_size": 16}
+    merged |= spelled
     if window:
         merged |= {"sliding_window": 8, "layer_types": ["full_attention"] * len(layers)}
     merged |= config
@@ -245,89 +256,116 @@ def add(
     ARCHITECTURES[name] = Architecture(model, layers, count + zero_experts, top_k, merged, **(row or {}))
 
 
+# fmt: off
 # Softmax over all experts, then top-k.
 add("mixtral", "MixtralForCausalLM", "ss", "num_local_experts", top_k=2)
-add("qwen2_moe", "Qwen2MoeForCausalLM", "dss", "num_experts", dense="mlp_only_layers", window=True, shared_expert_intermediate_size=24)
+add(
+    "qwen2_moe", "Qwen2MoeForCausalLM", "dss", "num_experts", dense="mlp_only_layers", window=True,
+    shared_expert_intermediate_size=24,
+)
 add("qwen3_moe", "Qwen3MoeForCausalLM", "dss", "num_experts", dense="mlp_only_layers", norm_topk_prob=True)
 add("qwen3_moe_sparse_step", "Qwen3MoeForCausalLM", "dsds", "num_experts", decoder_sparse_step=2)
 add(
-    "qwen3_next", "Qwen3NextForCausalLM", "dss", "num_experts", dense="mlp_only_layers", shared_expert_intermediate_size=16,
-    layer_types=["linear_attention", "linear_attention", "full_attention"], **LINEAR_ATTENTION,
-)  # fmt: skip
+    "qwen3_next", "Qwen3NextForCausalLM", "dss", "num_experts", dense="mlp_only_layers",
+    shared_expert_intermediate_size=16, layer_types=["linear_attention", "linear_attention", "full_attention"],
+    **LINEAR_ATTENTION,
+)
 add(
     "qwen3_5_moe", "Qwen3_5MoeForCausalLM", "ss", "num_experts", head_dim=32, shared_expert_intermediate_size=16,
     layer_types=["linear_attention", "full_attention"], **LINEAR_ATTENTION,
-)  # fmt: skip
+)
 add(
-    "qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", "dss", "num_experts", dense="mlp_only_layers", wrap="text_config",
-    rope_parameters=MROPE | {"mrope_interleaved": True}, image_token_id=90, video_token_id=91,
+    "qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", "dss", "num_experts", dense="mlp_only_layers",
+    wrap="text_config", rope_parameters=MROPE | {"mrope_interleaved": True}, image_token_id=90, video_token_id=91,
     vision_start_token_id=92, vision_end_token_id=93,
-    vision_config=dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=32, num_position_embeddings=16,
-                       deepstack_visual_indexes=[0]),
-)  # fmt: skip
+    vision_config=dict(
+        depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=32, num_position_embeddings=16,
+        deepstack_visual_indexes=[0],
+    ),
+)
 add("olmoe", "OlmoeForCausalLM", "ss", "num_experts")
 add(
-    "jamba", "JambaForCausalLM", "dsds", "num_experts", top_k=2, expert_layer_period=2, expert_layer_offset=1, attn_layer_period=2,
-    attn_layer_offset=1, mamba_d_state=4, mamba_dt_rank=4,
-)  # fmt: skip
+    "jamba", "JambaForCausalLM", "dsds", "num_experts", top_k=2, expert_layer_period=2, expert_layer_offset=1,
+    attn_layer_period=2, attn_layer_offset=1, mamba_d_state=4, mamba_dt_rank=4,
+)
 add("mellum", "MellumForCausalLM", "dss", "num_experts", dense="mlp_layer_types", window=True)
 add(
-    "dbrx", "DbrxForCausalLM", "ss", "unused", base={}, vocab_size=VOCAB, d_model=32, n_heads=4, n_layers=2, max_seq_len=64,
-    attn_config=dict(kv_n_heads=2, clip_qkv=8.0, rope_theta=10000.0), rope_parameters=ROPE,
-    ffn_config=dict(hidden_size=32, ffn_hidden_size=16, moe_num_experts=8, moe_top_k=3), row=dict(router=r":DbrxFFN$"),
-)  # fmt: skip
-add("deepseek_v2_greedy", "DeepseekV2ForCausalLM", "dss", "n_routed_experts", dense="first_k_dense_replace", base=LATENT, row=dict(ordered=False))
+    "dbrx", "DbrxForCausalLM", "ss", "unused", base={}, vocab_size=VOCAB, d_model=32, n_heads=4, n_layers=2,
+    max_seq_len=64, attn_config=dict(kv_n_heads=2, clip_qkv=8.0, rope_theta=10000.0), rope_parameters=ROPE,
+    ffn_config=dict(hidden_size=32, ffn_hidden_size=16, moe_num_experts=8, moe_top_k=3),
+    row=dict(router=r":DbrxFFN$"),
+)
+add(
+    "deepseek_v2_greedy", "DeepseekV2ForCausalLM", "dss", "n_routed_experts", dense="first_k_dense_replace",
+    base=LATENT, row=UNORDERED,
+)
 add(
     "deepseek_v2", "DeepseekV2ForCausalLM", "dss", "n_routed_experts", dense="first_k_dense_replace", base=LATENT,
-    topk_method="group_limited_greedy", row=dict(ordered=False), **GROUPS,
-)  # fmt: skip
+    topk_method="group_limited_greedy", row=UNORDERED, **GROUPS,
+)
 add(
-    "mistral4", "Mistral4ForCausalLM", "dss", "n_routed_experts", dense="first_k_dense_replace", base=LATENT, row=dict(ordered=False),
-    rope_parameters=ROPE | {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 32}, **GROUPS,
-)  # fmt: skip
+    "mistral4", "Mistral4ForCausalLM", "dss", "n_routed_experts", dense="first_k_dense_replace", base=LATENT,
+    row=UNORDERED, rope_parameters=ROPE | {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 32},
+    **GROUPS,
+)
 add(
-    "ernie4_5_moe", "Ernie4_5_MoeForCausalLM", "dss", "moe_num_experts", per_token="moe_k", moe_num_shared_experts=2,
-    moe_layer_start_index=1, moe_layer_end_index=2,
-)  # fmt: skip
+    "ernie4_5_moe", "Ernie4_5_MoeForCausalLM", "dss", "moe_num_experts", per_token="moe_k",
+    moe_num_shared_experts=2, moe_layer_start_index=1, moe_layer_end_index=2,
+)
 add(
-    "longcat_flash", "LongcatFlashForCausalLM", "ss", "n_routed_experts", per_token="moe_topk", base=LATENT, num_hidden_layers=4, zero_expert_num=4,
-    ffn_hidden_size=48, expert_ffn_hidden_size=16, zero_experts=4,
-)  # fmt: skip
+    "longcat_flash", "LongcatFlashForCausalLM", "ss", "n_routed_experts", per_token="moe_topk", base=LATENT,
+    num_hidden_layers=4, zero_expert_num=4, ffn_hidden_size=48, expert_ffn_hidden_size=16, zero_experts=4,
+)
 add(
-    "unlimited_ocr_text", "UnlimitedOcrTextModel", "dss", "n_routed_experts", dense="mlp_layer_types", window=True, n_shared_experts=1,
-    row=dict(ordered=False),
-)  # fmt: skip
+    "unlimited_ocr_text", "UnlimitedOcrTextModel", "dss", "n_routed_experts", dense="mlp_layer_types", window=True,
+    n_shared_experts=1, row=UNORDERED,
+)
 
 # Top-k of the logits, then softmax over the chosen.
 add("gpt_oss", "GptOssForCausalLM", "ss", "num_local_experts", sliding_window=8)
 add("granitemoe", "GraniteMoeForCausalLM", "ss", "num_local_experts")
 add("granitemoeshared", "GraniteMoeSharedForCausalLM", "ss", "num_local_experts", shared_intermediate_size=24)
-add("granitemoe_swa", "GraniteMoeSWAForCausalLM", "ss", "num_local_experts", shared_intermediate_size=24, sliding_window=8)
-add("jetmoe", "JetMoeForCausalLM", "ss", "num_local_experts", top_k=2, kv_channels=8, row=dict(router=r"mlp\.router:"))
 add(
-    "cohere2_moe", "Cohere2MoeForCausalLM", "dss", "num_experts", dense="mlp_layer_types", window=True, num_shared_experts=1,
-    prefix_dense_intermediate_size=48,
-)  # fmt: skip
+    "granitemoe_swa", "GraniteMoeSWAForCausalLM", "ss", "num_local_experts", shared_intermediate_size=24,
+    sliding_window=8,
+)
 add(
-    "llama4_text", "Llama4ForCausalLM", "dss", "num_local_experts", top_k=2, intermediate_size_mlp=48, attention_chunk_size=8, moe_layers=[1, 2]
+    "jetmoe", "JetMoeForCausalLM", "ss", "num_local_experts", top_k=2, kv_channels=8,
+    row=dict(router=r"mlp\.router:"),
+)
+add(
+    "cohere2_moe", "Cohere2MoeForCausalLM", "dss", "num_experts", dense="mlp_layer_types", window=True,
+    num_shared_experts=1, prefix_dense_intermediate_size=48,
+)
+add(
+    "llama4_text", "Llama4ForCausalLM", "dss", "num_local_experts", top_k=2, intermediate_size_mlp=48,
+    attention_chunk_size=8, moe_layers=[1, 2],
 )
 
 # Sigmoid scores with a bias that only chooses.
 add("afmoe", "AfmoeForCausalLM", "dss", "num_experts", dense="num_dense_layers", window=True, num_shared_experts=1)
-add("lfm2_moe", "Lfm2MoeForCausalLM", "dss", "num_experts", dense="num_dense_layers", layer_types=["conv", "full_attention", "conv"])
 add(
-    "laguna", "LagunaForCausalLM", "dss", "num_experts", dense="mlp_layer_types", window=True, shared_expert_intermediate_size=16,
-    moe_router_logit_softcapping=4.0,
-)  # fmt: skip
-add("minimax_m2", "MiniMaxM2ForCausalLM", "ss", "num_local_experts")
-add("step3p7_text", "Step3p7TextModel", "dss", "n_routed_experts", dense="mlp_layer_types", window=True, share_expert_dim=16)
-add(
-    "muse_spark_text", "MuseSparkTextModel", "dss", "num_local_experts", dense="mlp_layer_types", sliding_window=8, moe_hidden_size=24
+    "lfm2_moe", "Lfm2MoeForCausalLM", "dss", "num_experts", dense="num_dense_layers",
+    layer_types=["conv", "full_attention", "conv"],
 )
 add(
-    "inkling2_text", "Inkling2ForCausalLM", "ss", "n_routed_experts", swa_num_attention_heads=4, swa_num_key_value_heads=2, swa_head_dim=8,
-    sliding_window_size=8, d_rel=4, rel_extent=16, unpadded_vocab_size=VOCAB, n_layers_per_attn_res_block=2, route_scale=1.0,
-)  # fmt: skip
+    "laguna", "LagunaForCausalLM", "dss", "num_experts", dense="mlp_layer_types", window=True,
+    shared_expert_intermediate_size=16, moe_router_logit_softcapping=4.0,
+)
+add("minimax_m2", "MiniMaxM2ForCausalLM", "ss", "num_local_experts")
+add(
+    "step3p7_text", "Step3p7TextModel", "dss", "n_routed_experts", dense="mlp_layer_types", window=True,
+    share_expert_dim=16,
+)
+add(
+    "muse_spark_text", "MuseSparkTextModel", "dss", "num_local_experts", dense="mlp_layer_types", sliding_window=8,
+    moe_hidden_size=24,
+)
+add(
+    "inkling2_text", "Inkling2ForCausalLM", "ss", "n_routed_experts", swa_num_attention_heads=4,
+    swa_num_key_value_heads=2, swa_head_dim=8, sliding_window_size=8, d_rel=4, rel_extent=16,
+    unpadded_vocab_size=VOCAB, n_layers_per_attn_res_block=2, route_scale=1.0,
+)
 
 # Sigmoid scores with a bias, and groups of experts of which the best ones stay.
 for name, model, base, dense, more in [
@@ -336,32 +374,46 @@ for name, model, base, dense, more in [
     ("glm_moe_dsa", "GlmMoeDsaForCausalLM", LATENT, "first_k_dense_replace", INDEXER),
     ("glm4_moe", "Glm4MoeForCausalLM", PLAIN, "first_k_dense_replace", {}),
     ("glm4_moe_lite", "Glm4MoeLiteForCausalLM", LATENT, "mlp_layer_types", {}),
-    ("glm4v_moe_text", "Glm4vMoeTextModel", PLAIN, "first_k_dense_replace", {"rope_parameters": MROPE | {"partial_rotary_factor": 1.0}}),
+    (
+        "glm4v_moe_text", "Glm4vMoeTextModel", PLAIN, "first_k_dense_replace",
+        {"rope_parameters": MROPE | {"partial_rotary_factor": 1.0}},
+    ),
     ("axk1", "AXK1ForCausalLM", LATENT, "mlp_layer_types", {}),
-    ("dots1", "Dots1ForCausalLM", PLAIN, "first_k_dense_replace", {"window": True, "n_shared_experts": 1, "norm_topk_prob": True}),
+    (
+        "dots1", "Dots1ForCausalLM", PLAIN, "first_k_dense_replace",
+        {"window": True, "n_shared_experts": 1, "norm_topk_prob": True},
+    ),
     ("mimo_v2_flash", "MiMoV2FlashForCausalLM", PLAIN, "mlp_layer_types", {"window": True, "v_head_dim": 8}),
     ("hy_v4", "HYV4ForCausalLM", LATENT, "mlp_layer_types", INDEXER | {"head_dim": 16, "hc_mult": 2}),
     ("solar_open", "SolarOpenForCausalLM", PLAIN, "", {}),
-    ("sarvam_moe", "Glm4MoeForCausalLM", PLAIN, "first_k_dense_replace", {"row": dict(config_class="SarvamMoEConfig", ordered=False)}),
+    (
+        "sarvam_moe", "Glm4MoeForCausalLM", PLAIN, "first_k_dense_replace",
+        {"row": dict(config_class="SarvamMoEConfig", ordered=False)},
+    ),
 ]:
-    add(name, model, "dss" if dense else "ss", "n_routed_experts", 16, 4, dense=dense, base=base, **{"row": dict(ordered=False)} | GROUPS | more)
+    add(
+        name, model, "dss" if dense else "ss", "n_routed_experts", 16, 4, dense=dense, base=base,
+        **{"row": UNORDERED} | GROUPS | more,
+    )
 for name, model in [("beam", "BeamForCausalLM"), ("exaone_moe", "ExaoneMoeForCausalLM")]:
-    add(name, model, "dss", "num_experts", 16, 4, dense="mlp_layer_types", window=True, row=dict(ordered=False), **GROUPS)
+    add(name, model, "dss", "num_experts", 16, 4, dense="mlp_layer_types", window=True, row=UNORDERED, **GROUPS)
 add(
-    "kimi_linear", "KimiLinearForCausalLM", "dss", "num_local_experts", 16, 4, dense="mlp_layer_types", base=LATENT, q_lora_rank=None,
-    linear_head_dim=8, linear_num_heads=4, layer_types=["linear_attention", "full_attention", "linear_attention"],
-    row=dict(ordered=False), **GROUPS,
-)  # fmt: skip
+    "kimi_linear", "KimiLinearForCausalLM", "dss", "num_local_experts", 16, 4, dense="mlp_layer_types",
+    base=LATENT, q_lora_rank=None, linear_head_dim=8, linear_num_heads=4,
+    layer_types=["linear_attention", "full_attention", "linear_attention"], row=UNORDERED, **GROUPS,
+)
 add(
-    "nemotron_h", "NemotronHForCausalLM", "dsds", "n_routed_experts", 16, 4, layers_block_type=["mamba", "moe", "attention", "moe"],
-    ssm_state_size=4, mamba_num_heads=8, mamba_head_dim=8, n_groups=2, chunk_size=8, moe_shared_expert_intermediate_size=16,
-    row=dict(ordered=False), **GROUPS,
-)  # fmt: skip
+    "nemotron_h", "NemotronHForCausalLM", "dsds", "n_routed_experts", 16, 4,
+    layers_block_type=["mamba", "moe", "attention", "moe"], ssm_state_size=4, mamba_num_heads=8, mamba_head_dim=8,
+    n_groups=2, chunk_size=8, moe_shared_expert_intermediate_size=16, row=UNORDERED, **GROUPS,
+)
 
 # No top-k at all: two max with a mask between them; an argmax.
 add("phimoe", "PhimoeForCausalLM", "ss", "num_local_experts", top_k=2)
 add(
-    "switch_transformers", "SwitchTransformersForConditionalGeneration", "dsds", "num_experts", top_k=1, base={}, vocab_size=VOCAB, d_model=32,
-    d_kv=8, d_ff=24, num_layers=2, num_sparse_encoder_layers=1, num_decoder_layers=4, num_sparse_decoder_layers=2, num_heads=4,
-    expert_capacity=64, pad_token_id=0, decoder_start_token_id=0, row=dict(router=r"^decoder\..*:\w*Router$"),
-)  # fmt: skip
+    "switch_transformers", "SwitchTransformersForConditionalGeneration", "dsds", "num_experts", top_k=1, base={},
+    vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=24, num_layers=2, num_sparse_encoder_layers=1, num_decoder_layers=4,
+    num_sparse_decoder_layers=2, num_heads=4, expert_capacity=64, pad_token_id=0, decoder_start_token_id=0,
+    row=dict(router=r"^decoder\..*:\w*Router$"),
+)
+# fmt: on

@@ -18,7 +18,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 D, HIDDEN, VOCAB = 16, 8, 61
-MARGIN = 1e-5
+MARGIN = 1e-6
 
 Break = Callable[[], None]
 
@@ -51,7 +51,7 @@ class Moe(nn.Module):
         self.gate = nn.Linear(D, experts, bias=False)
         self.up = nn.Parameter(torch.randn(experts, HIDDEN, D) * D**-0.5)
         self.down = nn.Parameter(torch.randn(experts, D, HIDDEN) * HIDDEN**-0.5)
-        nn.init.normal_(self.gate.weight)
+        nn.init.normal_(self.gate.weight, std=0.3)
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1, D)

@@ -28,13 +28,25 @@ def test_in_the_interpreter() -> None:
     pytest.importorskip("triton")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(Path(__file__))]
     done = subprocess.run(
-        command, env={**os.environ, "TRITON_INTERPRET": "1"}, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300
+        command,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout
 
 
-def both(slots: list[int], ids: list[torch.Tensor], columns: list[int], top_k: int = 2, tokens: int | None = None, rounds: int = 1) -> Any:
+def both(
+    slots: list[int],
+    ids: list[torch.Tensor],
+    columns: list[int],
+    top_k: int = 2,
+    tokens: int | None = None,
+    rounds: int = 1,
+) -> Any:
     """Run kernel and reference on equal buffers; returns the buffer and the state, which are equal."""
     from r3_pass.passes import kernels
 

@@ -81,7 +81,12 @@ def test_a_match_changes_nothing() -> None:
         (lambda m, z: z, "topk"),
         (lambda m, z: z.softmax(-1), "softmax_topk"),
         (lambda m, z: z.sigmoid() + m.bias, "sigmoid_bias_topk"),
-        (lambda m, z: z.masked_fill(F.one_hot(z.view(T, 3, 4).amax(-1).topk(1)[1], 3).sum(1).repeat_interleave(4, 1) == 0, 0.0), "grouped_topk"),
+        (
+            lambda m, z: z.masked_fill(
+                F.one_hot(z.view(T, 3, 4).amax(-1).topk(1)[1], 3).sum(1).repeat_interleave(4, 1) == 0, 0.0
+            ),
+            "grouped_topk",
+        ),
     ],
 )
 def test_forms_are_named_by_what_happens(scores: Callable[..., Tensor], form: str) -> None:
@@ -164,7 +169,11 @@ def test_ids_changed_in_place_are_kept_from_before(change: Callable[..., Any]) -
         (lambda m, x: experts(m, x, (s := m.gate(x).t().topk(2, dim=0))[1].t(), s[0].t()), 0, [(2, T)]),
         (lambda m, x: experts(m, x, (s := m.gate(x).max(-1, keepdim=True))[1], s[0]), 1, [(T, 1)]),
         (lambda m, x: experts(m, x, (s := m.gate(x).max(-1))[1].unsqueeze(1), s[0].unsqueeze(1)), None, [(T,)]),
-        (lambda m, x: experts(m, x, (s := m.gate(x.view(2, 3, D)).topk(2))[1].view(-1, 2), s[0].view(-1, 2)), 2, [(2, 3, 2)]),
+        (
+            lambda m, x: experts(m, x, (s := m.gate(x.view(2, 3, D)).topk(2))[1].view(-1, 2), s[0].view(-1, 2)),
+            2,
+            [(2, 3, 2)],
+        ),
     ],
 )
 def test_where_k_stands(use: Callable[..., Any], id_dim: int | None, shapes: list[tuple[int, ...]]) -> None:
@@ -379,7 +388,9 @@ def test_a_gate_outside_of_a_checkpoint() -> None:
     assert site.proved and len(site.gate) == 1 and len(site.experts) == 2
 
 
-@pytest.mark.parametrize(("path", "layer"), [("model.layers.3.mlp", 3), ("layers.12", 12), ("mlp.gate", None), ("", None), ("h2.mlp", None)])
+@pytest.mark.parametrize(
+    ("path", "layer"), [("model.layers.3.mlp", 3), ("layers.12", 12), ("mlp.gate", None), ("", None), ("h2.mlp", None)]
+)
 def test_layer_in_a_path(path: str, layer: int | None) -> None:
     """`h2` is a name, not a place in a list."""
     assert layer_in_path(path) == layer
@@ -408,7 +419,9 @@ def test_another_graphs_weights_can_be_told_by_the_caller() -> None:
     graph = traced(lambda x, gate, bank: torch.bmm(bank[(x @ gate).topk(1)[1][:, 0]], x.unsqueeze(-1)), torch.randn(T, D), torch.randn(D, E),
                    torch.randn(E, D, D)).graph  # fmt: skip
     assert match(graph).sites == ()
-    assert len(match(graph, weight=lambda n: isinstance(n, fx.Node) and "gate" in n.name or "bank" in n.name).sites) == 1
+    assert (
+        len(match(graph, weight=lambda n: (isinstance(n, fx.Node) and "gate" in n.name) or "bank" in n.name).sites) == 1
+    )
 
 
 def test_values_of_the_decision_types() -> None:

@@ -130,7 +130,9 @@ def test_ids_leave_checkpoints_as_results(inner: str) -> None:
     result = rewrite(module, match(module.graph).sites, torch.device("cpu"))
     assert isinstance(result, Recorded)
     assert operators(result.module)[RECORD] == 1
-    assert RECORD not in {str(n.target) for m in result.module.children() if isinstance(m, fx.GraphModule) for n in m.graph.nodes}
+    assert RECORD not in {
+        str(n.target) for m in result.module.children() if isinstance(m, fx.GraphModule) for n in m.graph.nodes
+    }
     torch._dynamo.reset()
     _, rows = recorded_rows(model, prompt(5), inner)
     assert (rows == truth(model, prompt(5))).all()
@@ -166,7 +168,9 @@ def test_a_graph_called_for_several_layers(depth: int) -> None:
     torch.manual_seed(0)
     model = Regions(depth).eval().requires_grad_(False)
     module = traced(model, prompt(5))
-    assert sum(n.target is torch.ops.higher_order.invoke_subgraph for n in module.graph.nodes) == (4 if depth == 1 else 2)
+    assert sum(n.target is torch.ops.higher_order.invoke_subgraph for n in module.graph.nodes) == (
+        4 if depth == 1 else 2
+    )
     found = occurrences(module, match(module.graph).sites)
     assert [next(c for c in o.gate[0].name if c.isdigit()) for o in found] == ["1", "2", "3", "4"]
     assert [{c for w in o.experts for c in w.name if c.isdigit()} for o in found] == [{"1"}, {"2"}, {"3"}, {"4"}]
@@ -268,7 +272,9 @@ def test_a_graph_without_traced_values_is_refused() -> None:
     x = graph.placeholder("x")
     graph.output((x,))
     site = Accepted("topk", 4, 2, (x,), 1, (), (), "", None, True, (x,))
-    assert rewrite(fx.GraphModule(nn.Module(), graph), [site], torch.device("cpu")) == "the graph carries no traced values"
+    assert (
+        rewrite(fx.GraphModule(nn.Module(), graph), [site], torch.device("cpu")) == "the graph carries no traced values"
+    )
 
 
 def test_other_parts_of_a_graph_are_copied() -> None:

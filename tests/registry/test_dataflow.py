@@ -28,7 +28,11 @@ def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
     """One hand-built node: a method if the target is text."""
     graph = fx.Graph()
     made = [graph.placeholder(f"x{n}") if isinstance(a, Tensor) else a for n, a in enumerate(args)]
-    return graph.call_method(target, tuple(made), kwargs) if isinstance(target, str) else graph.call_function(target, tuple(made), kwargs)
+    return (
+        graph.call_method(target, tuple(made), kwargs)
+        if isinstance(target, str)
+        else graph.call_function(target, tuple(made), kwargs)
+    )
 
 
 def flow_of(module: fx.GraphModule) -> DataFlow:
@@ -48,7 +52,18 @@ X = torch.empty(2, 2)
         ("div", [torch.div, operator.truediv, operator.itruediv, "div_", torch.true_divide]),
         ("getitem", [operator.getitem, "__getitem__", aten.index.Tensor]),
         ("matmul", [operator.matmul, torch.matmul, "matmul", "__matmul__"]),
-        ("view", ["view", "reshape", torch.flatten, "squeeze", torch.unsqueeze, aten.view.default, aten._unsafe_view.default]),
+        (
+            "view",
+            [
+                "view",
+                "reshape",
+                torch.flatten,
+                "squeeze",
+                torch.unsqueeze,
+                aten.view.default,
+                aten._unsafe_view.default,
+            ],
+        ),
         ("scatter", ["scatter", "scatter_", torch.scatter, aten.scatter_.value]),
         ("and", [operator.and_, "__and__", torch.logical_and, operator.iand]),
     ],
@@ -65,13 +80,18 @@ def test_an_operator_of_a_library_keeps_its_namespace() -> None:
     assert is_opaque(node) and not is_opaque(call(torch.topk, X, 2))
 
 
-@pytest.mark.parametrize("target", ["add_", "masked_fill_", "__setitem__", operator.setitem, operator.iadd, F.relu_, aten.add_.Tensor, torch.relu_])
+@pytest.mark.parametrize(
+    "target",
+    ["add_", "masked_fill_", "__setitem__", operator.setitem, operator.iadd, F.relu_, aten.add_.Tensor, torch.relu_],
+)
 def test_inplace_operators(target: Any) -> None:
     """A reader behind an in-place update would be tied to the value before it."""
     assert is_inplace(call(target, X, X))
 
 
-@pytest.mark.parametrize("target", ["add", "__and__", "__getitem__", torch.topk, operator.add, aten.add.Tensor, aten.topk.default])
+@pytest.mark.parametrize(
+    "target", ["add", "__and__", "__getitem__", torch.topk, operator.add, aten.add.Tensor, aten.topk.default]
+)
 def test_no_inplace_operators(target: Any) -> None:
     """Near miss: a trailing underscore of a dunder is no in-place mark; readers would be tied to a value that never was."""
     assert not is_inplace(call(target, X, X))
@@ -257,7 +277,9 @@ def test_kinds_of_values() -> None:
     """A weight taken for data hides the router; data taken for a weight makes a router of any product of activations."""
     module = traced(Kinds(), torch.randn(4, 4))
     flow = flow_of(module)
-    kinds = {name: flow.kind(named(module, name)) for name in ("sin", "cos", "tan", "sqrt", "exp", "zeros_like", "arange")}
+    kinds = {
+        name: flow.kind(named(module, name)) for name in ("sin", "cos", "tan", "sqrt", "exp", "zeros_like", "arange")
+    }
     assert kinds == {
         "sin": "data", "cos": "weight", "tan": "weight", "sqrt": "weight", "exp": "const", "zeros_like": "const", "arange": "const",
     }  # fmt: skip

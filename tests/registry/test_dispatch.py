@@ -104,14 +104,19 @@ PROVED: dict[str, tuple[Callable[..., Any], str]] = {
     "index_select": (lambda m, x, ids, w: torch.bmm(m.square.index_select(0, ids[:, 0]), x.unsqueeze(-1)), "weights"),
     "multiplied_and_summed": (lambda m, x, ids, w: (m.square[ids[:, 0]] * x.unsqueeze(1)).sum(-1), "weights"),
     "one_hot_picks_weights": (
-        lambda m, x, ids, w: torch.einsum("tdo,td->to", torch.einsum("te,edo->tdo", F.one_hot(ids[:, 0], E).float(), m.square), x),
+        lambda m, x, ids, w: torch.einsum(
+            "tdo,td->to", torch.einsum("te,edo->tdo", F.one_hot(ids[:, 0], E).float(), m.square), x
+        ),
         "weights",
     ),
     "physical_ids": (lambda m, x, ids, w: gathered(m, x, m.physical[ids], w), "weights"),
     "arithmetic": (lambda m, x, ids, w: gathered(m, x, (ids + 1).clamp(max=E - 1).int().long(), w), "weights"),
     "grouped": (sorted_and_grouped, "grouped"),
     "custom_op": (lambda m, x, ids, w: torch.ops.r3_test_dispatch.fused(x, m.up, m.down, ids), "grouped"),
-    "custom_op_behind_sort": (lambda m, x, ids, w: torch.ops.r3_test_dispatch.fused(x, m.up, m.down, ids.flatten().sort()[1]), "grouped"),
+    "custom_op_behind_sort": (
+        lambda m, x, ids, w: torch.ops.r3_test_dispatch.fused(x, m.up, m.down, ids.flatten().sort()[1]),
+        "grouped",
+    ),
     "looped_by_mask": (looped_by_mask, "experts"),
     "capacity": (one_hot_capacity, "experts"),
     "dense_mixture": (dense_mixture, "combine"),

@@ -38,7 +38,13 @@ class Holder(nn.Module):
 def claims(use: Callable[..., Any]) -> list[tuple[str, Selection]]:
     module = traced(Holder(use), torch.randn(T, D), torch.randint(50, (T,)))
     flow = DataFlow(module.graph, is_weight)
-    return [(form.name, s) for n in flow.nodes if n.op in ("call_function", "call_method") for form in forms() if (s := form.find(flow, n))]
+    return [
+        (form.name, s)
+        for n in flow.nodes
+        if n.op in ("call_function", "call_method")
+        for form in forms()
+        if (s := form.find(flow, n))
+    ]
 
 
 @pytest.mark.parametrize(

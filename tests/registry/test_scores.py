@@ -24,7 +24,11 @@ class Router(nn.Module):
     def __init__(self, scores: Callable[[Any, Tensor], Tensor], dim: int = -1) -> None:
         super().__init__()
         self.scores, self.dim = scores, dim
-        self.gate, self.part, self.one = nn.Linear(D, E), nn.Linear(D, E // 2), nn.ModuleList(nn.Linear(D, 1) for _ in range(3))
+        self.gate, self.part, self.one = (
+            nn.Linear(D, E),
+            nn.Linear(D, E // 2),
+            nn.ModuleList(nn.Linear(D, 1) for _ in range(3)),
+        )
         self.wide, self.conv = nn.Linear(D, E + 2), nn.Conv1d(D, E, 1)
         self.bias, self.batched = nn.Parameter(torch.randn(E)), nn.Parameter(torch.randn(2, D, E))
         self.pool = nn.Parameter(torch.randn(D, 20))
@@ -135,7 +139,11 @@ ENDS: dict[str, tuple[Callable[[Any, Tensor], Tensor], int, str]] = {
     "cumulative": (lambda m, x: m.gate(x).softmax(-1).cumsum(-1), -1, "cumsum"),
     "gathered": (lambda m, x: m.gate(x).gather(1, m.table), -1, "picked by gather"),
     "indexed": (lambda m, x: m.gate(x)[:, m.table[0]], -1, "picked by an index tensor"),
-    "part_of_the_outputs": (lambda m, x: m.gate(x).view(T, 2, 3, 2).transpose(1, 2).reshape(T, -1), -1, "part or a mixture"),
+    "part_of_the_outputs": (
+        lambda m, x: m.gate(x).view(T, 2, 3, 2).transpose(1, 2).reshape(T, -1),
+        -1,
+        "part or a mixture",
+    ),
     "mixed_with_tokens": (lambda m, x: m.gate(x).reshape(-1, 8), -1, "part or a mixture"),
     "broadcast_only": (lambda m, x: x.sum(-1, keepdim=True) + m.bias, -1, "from no router output"),
     "conv_over_positions": (lambda m, x: m.conv(x.t().unsqueeze(0)).squeeze(0), -1, "another dimension"),
