@@ -125,10 +125,16 @@ def insert_record(
 def unequal(found: Sequence[Occurrence]) -> str:
     """Why these sites have no place in one step; "" if they have."""
     counts: dict[Any, None] = {}
+    devices: dict[torch.device, None] = {}
     for occurrence in found:
+        seen = value(occurrence.columns[0])
+        if isinstance(seen, torch.Tensor):
+            devices[seen.device] = None
         shape = dims(occurrence.columns[0])
         at = None if occurrence.site.id_dim is None else occurrence.site.id_dim % max(len(shape), 1)
         counts[product([size for dim, size in enumerate(shape) if dim != at])] = None
+    if len(devices) > 1:
+        return f"its layers are on several devices ({', '.join(map(str, devices))}), and the slot buffer is on one"
     if len(counts) < 2:
         return ""
     return (

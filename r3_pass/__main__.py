@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     try:
         report, layers = _explain_config(given.model, given.layers, given.experts_implementation)
-    except (R3Error, FileNotFoundError, ValueError) as error:
+    except (R3Error, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if given.dump:
@@ -56,11 +56,15 @@ def _explain_config(model: str, layers: int | None, experts: str) -> tuple[Repor
         import transformers
     except ImportError as error:
         raise ValueError("this command reads transformers configs: pip install 'r3_pass[transformers]'") from error
+    config: Any
     path = Path(model)
-    if path.exists():
-        config: Any = transformers.AutoConfig.from_pretrained(path if path.is_dir() else path.parent)
-        if path.is_file():
-            config = transformers.AutoConfig.for_model(**json.loads(path.read_text()))
+    if path.is_dir():
+        config = transformers.AutoConfig.from_pretrained(path)
+    elif path.is_file():
+        fields = json.loads(path.read_text())
+        if not isinstance(fields, dict) or "model_type" not in fields:
+            raise ValueError(f"{path} is no transformers config: it has no model_type")
+        config = transformers.AutoConfig.for_model(**fields)
     else:
         config = transformers.AutoConfig.for_model(model)
     text = config.get_text_config(decoder=True)

@@ -33,6 +33,7 @@ class CompiledGraph:
     """What Dynamo calls for one routing graph.
 
     Attributes:
+        device: where its ids are.
         witnesses: its sites, and the weights that name their layers.
         placed: how the sites were placed at calls so far, for reports.
     """
@@ -44,7 +45,9 @@ class CompiledGraph:
         tokens: int | None,
         witnesses: Witnesses,
         refused: Sequence[Rejected],
+        device: torch.device,
     ) -> None:
+        self.device = device
         self.plain = plain
         self.recording = recording
         self.tokens = tokens
@@ -76,7 +79,13 @@ class CompiledGraph:
             self._served = (*self._served, weakref.ref(binding))
         if not placement.stored:
             return self.plain(*args)
+        if self.device != binding.device:
+            raise RefusedConfiguration(
+                f"the graph's ids are on {self.device}, the session's slot buffer is on {binding.device}: a model that is spread "
+                "over devices, or was moved after attach. Attach when its weights are where they will run."
+            )
         binding.before(placement)
+        binding.join_streams()
         results = self.recording(*args, binding.buffer, binding.state, binding.mapping, placement.columns)
         if self.tokens is None:
             binding.ran(placement, results[-1])
@@ -132,7 +141,8 @@ class Backend:
         record: GraphRecord,
         options: dict[str, Any],
     ) -> Compiled:
-        rewritten = rewrite(module, found.sites, _device_of(found.sites))
+        device = _device_of(found.sites)
+        rewritten = rewrite(module, found.sites, device)
         if isinstance(rewritten, str):
             more = [Rejected(s.selections[0].name, rewritten, True, s.module, s.gate) for s in found.sites]
             record.found = Match((), (*found.rejected, *more))
@@ -141,7 +151,8 @@ class Backend:
         fakes = [value(node) for node in rewritten.added]
         recording = compile_with(self.inner, rewritten.module, [*example_inputs, *fakes], options)
         plain = compile_with(self.inner, module, example_inputs, options)
-        compiled = CompiledGraph(plain, recording, rewritten.tokens, Witnesses(module, rewritten.occurrences), refused)
+        witnesses = Witnesses(module, rewritten.occurrences)
+        compiled = CompiledGraph(plain, recording, rewritten.tokens, witnesses, refused, device)
         record.placed = compiled.placed
         return compiled
 

@@ -87,6 +87,7 @@ class Binding:
         layers: stored layers in order; grows in the first step only.
         calls: how often each stored layer was written in the running step.
         captured: a CUDA graph holds the record op, so a step may run without the host seeing it.
+        entered_on, ran_on: CUDA streams of the running step, and of its forward once that has begun.
     """
 
     def __init__(
@@ -106,6 +107,8 @@ class Binding:
         self.calls: list[int] = []
         self.captured = False
         self.capturing = False
+        self.entered_on: torch.cuda.Stream | None = None
+        self.ran_on: torch.cuda.Stream | None = None
         self.problems: dict[str, None] = {}
         self.refused: dict[str, None] = {}
         self.modules: dict[int, str] = {}
@@ -355,6 +358,15 @@ class Binding:
                 f"the forward ran over {tokens} tokens, the step's slot mapping has {self.tokens} entries; nothing was recorded. "
                 "Give one slot for each token that is forwarded, -1 for padding."
             )
+
+    def join_streams(self) -> None:
+        """At a step's first graph: a forward on another stream than the step was entered on comes after the step's mapping."""
+        entered, self.entered_on = self.entered_on, None
+        if entered is None or torch.cuda.is_current_stream_capturing():
+            return
+        self.ran_on = torch.cuda.current_stream(self.device)
+        if self.ran_on != entered:
+            self.ran_on.wait_stream(entered)
 
     def settle(self) -> None:
         """After a CUDA graph was captured: replays on the current stream come after what its record ops were given to read."""

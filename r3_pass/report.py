@@ -9,6 +9,7 @@ from torch import fx
 
 from r3_pass.binding import Place
 from r3_pass.passes.site import Accepted, Match
+from r3_pass.registry.dataflow import value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,18 +53,18 @@ class GraphRecord:
         self.ended = ended
         self.placed: dict[tuple[int, Place], None] = {}
         self.refusals: dict[str, None] = {}
-        self.before: fx.Graph | None = None
-        self.after: fx.Graph | None = None
+        self.before = ""
+        self.after = ""
 
     def keep(self, before: fx.GraphModule, after: fx.GraphModule | None) -> None:
-        """Keep copies of the graphs for `Report.dump`; the compilers behind may change theirs."""
-        self.before = _copied(before.graph)
-        self.after = _copied(after.graph) if after is not None else None
+        """Keep the graphs' text for `Report.dump`; the compilers behind may change them."""
+        self.before = _readable(before)
+        self.after = _readable(after) if after is not None else ""
 
     def sites(self) -> list[SiteEntry]:
         entries: dict[SiteEntry, None] = {}
         placed: set[int] = set()
-        for number, place in self.placed:
+        for number, place in tuple(self.placed):
             placed.add(number)
             if place.block is not None:
                 entries[self._entry(self.found.sites[number], place.block.index, place.module)] = None
@@ -77,18 +78,11 @@ class GraphRecord:
 
     def rejected(self) -> list[RejectedEntry]:
         entries = [RejectedEntry(r.node, r.module, r.reason, r.routing, self.number) for r in self.found.rejected]
-        for number, place in self.placed:
+        for number, place in tuple(self.placed):
             if place.block is None:
                 site = self.found.sites[number]
                 entries.append(RejectedEntry(site.selections[0].name, place.module, place.reason, False, self.number))
         return entries
-
-
-def _copied(graph: fx.Graph) -> fx.Graph:
-    copy = fx.Graph()
-    result = copy.graph_copy(graph, {})
-    copy.output(result)
-    return copy
 
 
 class Report:
@@ -156,19 +150,20 @@ class Report:
         ]
         (folder / "rejected.txt").write_text("\n".join(lines) + "\n")
         for record in self._graphs:
-            for name, graph in (("before", record.before), ("after", record.after)):
-                if graph is not None:
-                    (folder / f"graph_{record.number}_{name}.py").write_text(_readable(graph))
+            for name, text in (("before", record.before), ("after", record.after)):
+                if text:
+                    (folder / f"graph_{record.number}_{name}.py").write_text(text)
         return folder
 
 
-def _readable(graph: fx.Graph) -> str:
-    """One line for each operator, with the shape and dtype of its result."""
-    from r3_pass.registry.dataflow import value
-
+def _readable(module: fx.GraphModule) -> str:
+    """One line for each operator, with the shape and dtype of its result; nested graphs behind."""
     lines = []
-    for node in graph.nodes:
+    for node in module.graph.nodes:
         seen = value(node)
         shape = f"  # {str(seen.dtype).removeprefix('torch.')}{list(seen.shape)}" if hasattr(seen, "dtype") else ""
         lines.append((node.format_node() or f"return {node.args}") + shape)
+    for name, nested in module.named_children():
+        if isinstance(nested, fx.GraphModule):
+            lines.extend(("", f"# {name}", _readable(nested).rstrip()))
     return "\n".join(lines) + "\n"

@@ -293,7 +293,7 @@ class Unseen(Moe):
 
 @pytest.mark.parametrize("top_k", [2, (0, 1, 2, 3)])
 def test_layers_that_only_their_graphs_show(top_k: Any, sessions: Attach) -> None:
-    """The buffer grows from graph to graph in the first step; rows and counts of the layers before went missing with the old one."""
+    """The buffer grows from graph to graph in the first step; rows and counts of the layers before went with the old one."""
     model, backend = decoder(layers=4, top_k=top_k, moe=lambda k: Unseen(k)), r3_pass.backend("eager")
     session = sessions(per_layer(model, backend), backend=backend)
     with pytest.raises(r3_pass.RefusedConfiguration, match="not laid out"):
@@ -428,7 +428,7 @@ def test_a_selection_alone_in_its_graph_is_an_error(sessions: Attach) -> None:
 
 @pytest.mark.parametrize("config", [None, {"num_experts_per_tok": 2}])
 def test_a_layer_that_is_not_compiled_is_an_error(config: Any, sessions: Attach) -> None:
-    """Its rows would be -1, as those of a dense layer. Without a top-k in the config the layers that run were taken for all there are."""
+    """Its rows would be -1, as a dense layer's. Without a top-k in the config the layers that ran were taken for all there are."""
     model, backend = decoder(layers=4, config=config), r3_pass.backend("eager")
     for layer in (0, 1, 3):
         model.layers[layer].compile(backend=backend)
@@ -457,7 +457,7 @@ class DenseWithTopK(nn.Module):
 
 
 def test_ids_that_leave_a_layer_without_experts_are_no_routing(sessions: Attach) -> None:
-    """Taken for routing because they escape by a break, the dense layer would get rows. It is an error: nothing can prove either."""
+    """Taken for routing since they escape by a break, the dense layer would get rows. An error: nothing can prove either."""
     model = decoder()
     model.layers[0].mlp = DenseWithTopK().requires_grad_(False)
     compiled = torch.compile(model, backend=r3_pass.backend("eager"))
@@ -712,6 +712,18 @@ def test_routing_that_cannot_be_recorded_refuses_the_step(mixed: bool, sessions:
     session.detach()
     with torch.no_grad():
         assert torch.equal(compiled(prompt(T)), want)
+
+
+def test_a_model_that_moved_is_refused(sessions: Attach) -> None:
+    """Offloaded weights at attach put the buffer on the host; the kernel would write to an address of the other device."""
+    model = decoder(config={"num_experts_per_tok": 2})
+    compiled = torch.compile(model, backend=r3_pass.backend("eager"))
+    session = sessions(compiled)
+    session._binding.device = torch.device("meta")
+    with pytest.raises(r3_pass.RefusedConfiguration, match="ids are on cpu, the session's slot buffer is on meta"):
+        step(session, compiled, prompt(T))
+    session._binding.device = torch.device("cpu")
+    assert (step(session, compiled, prompt(T)) == truth(model, prompt(T))).all()
 
 
 def test_modes_that_are_not_there_yet() -> None:

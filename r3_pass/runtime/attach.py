@@ -54,7 +54,7 @@ def attach(
     model, found = unwrap(engine)
     chosen = backend if isinstance(backend, Backend) else found
     _refuse_model(model)
-    return Session(model, _device_of(model), num_slots, max_tokens, num_layers, reasons=_reasons(chosen))
+    return Session(model, _device_of(model), num_slots, max_tokens, num_layers, reasons=_reasons(chosen), call=engine)
 
 
 def _attach_engine(engine: Any, backend: Backend | str | None, num_layers: int | None) -> Session:

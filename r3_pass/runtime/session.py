@@ -37,6 +37,7 @@ from r3_pass.runtime.engines.base import EngineAdapter
 from r3_pass.runtime.export import Exporter, Pending
 from r3_pass.runtime.mapping import SlotMapping
 from r3_pass.runtime.rows import RowLog
+from r3_pass.runtime.self_test import SelfTest, compare
 from r3_pass.runtime.sequences import Segment, SegmentBatch, SequenceTable
 from r3_pass.runtime.slots import Geometry, SlotBuffer, Slots
 
@@ -72,6 +73,8 @@ class _Copy:
     """Number of the step, for messages."""
     writes: int = 0
     """How often the step must have written each layer: once, if it had tokens and was not captured into a CUDA graph."""
+    slots: Slots | None = None
+    """The step's slots, which are void if it turns out to have failed: their KV is new, their rows are not."""
 
 
 class Session:
@@ -90,6 +93,7 @@ class Session:
         num_layers: int | None = None,
         adapter: EngineAdapter | None = None,
         reasons: Any = None,
+        call: Any = None,
     ) -> None:
         self.version: Hashable = None
         self._lock = threading.RLock()
@@ -98,6 +102,7 @@ class Session:
         self._device = device
         self._adapter = adapter
         self._reasons = reasons
+        self._call = call
         self._buffer: SlotBuffer | None = None
         self._table: SequenceTable | None = None
         self._mapping: SlotMapping | None = None
@@ -235,6 +240,7 @@ class Session:
                 self._table.check(step.batch)
             elif step.batch.num_tokens and int(step.batch.starts.max()) > 0:
                 SequenceTable(RowLog((1, 1))).check(step.batch)
+            step.taken = checked.clone() if isinstance(checked, Tensor) else checked
             self._mapping.put(checked)
             if isinstance(checked, Tensor):
                 self._flag_duplicates(checked)
@@ -243,6 +249,8 @@ class Session:
             binding.problems.clear()
             binding.refused.clear()
             binding.tokens = len(checked)
+            if self._device.type == "cuda":
+                binding.entered_on = torch.cuda.current_stream(self._device)
             self._step = step
 
     def _flag_duplicates(self, slots: Tensor) -> None:
@@ -258,6 +266,9 @@ class Session:
             binding = self._binding
             tokens, binding.tokens = binding.tokens, None
             binding.settle()
+            if binding.ran_on is not None and binding.ran_on != (now := torch.cuda.current_stream(self._device)):
+                now.wait_stream(binding.ran_on)
+            binding.entered_on = binding.ran_on = None
             if self._mapping is not None and (binding.captured or failed):
                 self._mapping.close()
             if failed:
@@ -277,12 +288,10 @@ class Session:
                 assert self._table is not None and self._mapping is not None
                 first = self._table.extend(step.batch)
                 rows = self._buffer.gather(self._mapping.slots(step.batch.num_tokens))
-                self._copies.append(_Copy(self._exporter.submit(rows, binding.state), first, self._steps, writes))
-            elif self._device.type != "cpu":
-                empty = self._buffer.data[:0]
-                self._copies.append(_Copy(self._exporter.submit(empty, binding.state), -1, self._steps, writes))
             else:
-                self._check_flags(binding.state.numpy(), self._steps, writes)
+                first, rows = -1, self._buffer.data[:0]
+            pending = self._exporter.submit(rows, binding.state)
+            self._copies.append(_Copy(pending, first, self._steps, writes, step.taken))
             binding.state.zero_()
             if self._device.type == "cpu":
                 self._collect(wait=True)
@@ -357,6 +366,8 @@ class Session:
             copy = self._copies.popleft()
             rows, flags = copy.pending.wait()
             wrong = flags is not None and not self._check_flags(flags, copy.step, copy.writes)
+            if wrong and copy.slots is not None and self._buffer is not None:
+                self._buffer.void(copy.slots)
             if copy.first_row >= 0 and self._table is not None and len(rows):
                 self._table.rows.fill(copy.first_row, np.full_like(rows, -1) if wrong else rows)
             copy.pending.release()
@@ -569,6 +580,68 @@ class Session:
             self._raise_failure()
             return buffer.geometry.expand(rows)
 
+    def self_test(self, *args: Any, **kwargs: Any) -> SelfTest:
+        """Record one batch, and compare it with what the uncompiled model chooses for the same batch.
+
+            print(session.self_test())                  # or session.self_test(input_ids, use_cache=False)
+
+        For start-up: the rows of slots 0, 1, ... are overwritten and void afterwards. Where an engine compiles the forward
+        by itself, nothing is there to be called: test a compiled model of your own.
+
+        Args:
+            args, kwargs: what the compiled model is called with; by default, token ids for a model whose config has a vocabulary.
+
+        Raises: RefusedConfiguration if a row is wrong, naming the layers (near-ties are no errors), if requests are running,
+            or if no batch can be made.
+        """
+        with self._lock:
+            self._usable()
+            if self._call is None or self._num_slots is None:
+                raise RefusedConfiguration(
+                    "this session's engine compiles and calls the model by itself. Attach to a compiled model with num_slots= and "
+                    "run self_test there."
+                )
+            if self._table is not None and len(self._table):
+                raise RefusedConfiguration(
+                    "self_test overwrites slots, and requests are running. Call it before the first request."
+                )
+            if not args and not kwargs:
+                args, kwargs = (self._probe(),), {}
+        tokens = next(
+            (int(a.numel()) for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and not a.is_floating_point()),
+            0,
+        )
+        tokens = tokens or next(int(a.shape[:-1].numel()) for a in (*args, *kwargs.values()) if isinstance(a, Tensor))
+        slots = np.arange(tokens)
+        with torch.no_grad(), self.step(slots):
+            self._call(*args, **kwargs)
+        recorded = self.read(slots)
+        self.assign(slots)
+        binding = self._binding
+        blocks = {
+            layer: binding.model.get_submodule(f"{binding.container}.{layer}".strip(".")) for layer in binding.layers
+        }
+        result = compare(binding.model, blocks, recorded, lambda: binding.model(*args, **kwargs))
+        if not result.ok:
+            raise RefusedConfiguration(
+                f"the self-test failed: recorded ids differ from the uncompiled model's.\n{result}\nDo not train on these routes; "
+                "r3_pass.explain(model, ...).dump(folder) has the graphs to look at."
+            )
+        return result
+
+    def _probe(self) -> Tensor:
+        """int64 [2, 8] token ids, the same in every process."""
+        from r3_pass.structure import text_config
+
+        vocabulary = getattr(text_config(self._binding.model), "vocab_size", None)
+        if not isinstance(vocabulary, int):
+            raise RefusedConfiguration(
+                "the model has no config with a vocab_size to make a batch from: pass one, self_test(inputs)."
+            )
+        generator = torch.Generator().manual_seed(0)
+        count = min(8, (self._num_slots or 8) // 2)
+        return torch.randint(vocabulary, (2, count), generator=generator).to(self._device)
+
     # ---- life cycle ---------------------------------------------------------------------------------------------
     def weights_changed(self, tag: Hashable) -> None:
         """New weights: every slot's row is void; rows that running requests have stay. `tag` names the new version."""
@@ -678,12 +751,13 @@ class _Step:
     unless operators with data-dependent sizes may be traced. For such models, what is compiled inside a step may.
     """
 
-    __slots__ = ("_tracing", "batch", "session", "slots")
+    __slots__ = ("_tracing", "batch", "session", "slots", "taken")
 
     def __init__(self, session: Session, slots: Slots, batch: SegmentBatch) -> None:
         self.session = session
         self.slots = slots
         self.batch = batch
+        self.taken: Slots | None = None
         self._tracing: contextlib.AbstractContextManager[Any] | None = None
 
     def __enter__(self) -> Session:

@@ -105,10 +105,7 @@ class Decoder(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
         for layer in self.layers:
-            if self.checkpoint:
-                x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
-            else:
-                x = layer(x)
+            x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False) if self.checkpoint else layer(x)
         return self.head(x)
 
 
@@ -134,7 +131,7 @@ def truth(model: nn.Module, ids: Tensor) -> npt.NDArray[np.int16]:
         def hook(module: nn.Module, inputs: Any, logits: Tensor) -> None:
             best, chosen = torch.topk(logits.flatten(0, -2).softmax(-1), k + 1, dim=-1)
             assert (best[:, :-1] - best[:, 1:]).min() > MARGIN, "a near-tie: give the test another seed"
-            rows[:, n, :k] = chosen[:, :k].numpy()
+            rows[:, n, :k] = chosen[:, :k].cpu().numpy()
 
         return hook
 

@@ -160,7 +160,7 @@ def find_none(flow: Any, node: fx.Node) -> None:
 
 
 def find_nothing(flow: Any, node: fx.Node) -> None:
-    return None if node.target else None
+    node.name.strip()
 
 
 def by_name(names: Sequence[str], node: fx.Node) -> bool:

@@ -124,7 +124,7 @@ def test_top_k_of_each_layer_its_own() -> None:
 # ---- nested graphs --------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])
 def test_ids_leave_checkpoints_as_results(inner: str) -> None:
-    """Written inside, they would be written again when the backward runs the checkpoint a second time, into a later step's slots."""
+    """Written inside, they would be written again when the backward runs the checkpoint once more, into a later step's slots."""
     model = Decoder(checkpoint=True)
     module = traced(model, prompt(5))
     result = rewrite(module, match(module.graph).sites, torch.device("cpu"))
@@ -264,6 +264,19 @@ def test_layers_of_different_token_counts_are_refused() -> None:
     session.detach()
     assert torch.equal(compiled(prompt(5)), want)
     assert backend.report().sites == [] and all(r.routing for r in backend.report().rejected)
+
+
+def test_layers_on_different_devices_are_refused() -> None:
+    """A pipeline in one graph: a kernel on one device would read the ids of another."""
+    from torch._subclasses import FakeTensorMode
+
+    module = traced(decoder(), prompt(5))
+    sites = match(module.graph).sites
+    ids = sites[1].columns[0]
+    with FakeTensorMode():
+        ids.meta["example_value"] = torch.empty(5, 2, dtype=torch.int64, device="cuda")
+    reason = rewrite(module, sites, torch.device("cpu"))
+    assert isinstance(reason, str) and "several devices (cpu, cuda:0)" in reason
 
 
 def test_a_graph_without_traced_values_is_refused() -> None:

@@ -91,7 +91,7 @@ def test_a_form_claims(use: Callable[..., Any], name: str, dim: int, shapes: lis
     ],
 )
 def test_no_form_claims(use: Callable[..., Any]) -> None:
-    """Near misses: a maximum over all, a table of floats, a row of constants, activations picked. Claimed, each is a wrong report."""
+    """Near misses: a maximum over all, a table of floats, rows of constants, activations picked. Claimed, they are false alarms."""
     assert claims(use) == []
 
 

@@ -326,7 +326,7 @@ def test_max_tokens_may_exceed_the_slots() -> None:
     session.wake(8, max_tokens=32)
     loop.step(("a", 0, prompt(3), [1, 2, 3]), padding=29)
     assert (session.finish("a", 4) == loop.truth(prompt(3))).all()
-    with pytest.raises(BufferLayoutError, match="33 entries.*32 tokens"):
+    with pytest.raises(BufferLayoutError, match=r"33 entries.*32 tokens"):
         loop.step(("a", 0, prompt(3), [1, 2, 3]), padding=30)
     session.detach()
 
@@ -360,7 +360,7 @@ def test_a_pause_ends_with_its_error(loop: Loop) -> None:
 
 
 def test_a_replayed_graph_is_paused_too(loop: Loop) -> None:
-    """A captured CUDA graph is replayed without the host's branch: the header of its mapping must say that nothing is to be written.
+    """A captured CUDA graph is replayed without the host's branch: the header of its mapping must say that nothing is written.
 
     Here the op is called as a replay would.
     """
@@ -408,6 +408,7 @@ def test_a_replayed_graph_is_counted(loop: Loop, times: int) -> None:
     with pytest.raises(StaleRoutes):
         loop.session.finish("b", 5)
     assert loop.session.abort("b", 5).shape == (0, 3, 2)
+    assert (loop.session.read(range(10, 14)) == -1).all(), "their KV is new, and no row is"
     assert (loop.session.finish("a", 5) == loop.truth(prompt(4))).all()
     loop.goes_on()
 
@@ -435,7 +436,7 @@ def test_more_experts_than_the_dtype_holds() -> None:
     want = compiled(prompt(3))
     session = r3_pass.runtime.attach(compiled, num_slots=SLOTS)
     for _ in range(2):
-        with pytest.raises(BufferLayoutError, match="40000 experts.*32767"), session.step(range(3)):
+        with pytest.raises(BufferLayoutError, match=r"40000 experts.*32767"), session.step(range(3)):
             compiled(prompt(3))
     session.detach()
     assert torch.equal(compiled(prompt(3)), want)
@@ -506,7 +507,7 @@ def test_shapes_that_have_no_place(make: Callable[[], Decoder], reason: str, lay
 # ---- bad input: attach ----------------------------------------------------------------------------------------------
 def test_attach_twice(loop: Loop) -> None:
     """Two sessions would take each other's rows; the first one goes on."""
-    with pytest.raises(RefusedConfiguration, match="attached to this Decoder already.*detach"):
+    with pytest.raises(RefusedConfiguration, match=r"attached to this Decoder already.*detach"):
         r3_pass.runtime.attach(loop.compiled, num_slots=SLOTS)
     loop.goes_on()
     loop.session.detach()
@@ -549,7 +550,7 @@ def test_a_detached_session_says_so(call: str) -> None:
         ([4, -1, 5], [("b", 0, 2)], BufferLayoutError, "first 2 tokens"),
         ([4, 5, 6], [("b", 0, 2)], BufferLayoutError, "behind them must be -1"),
         ([4, 5], [("b", 0, 3)], BufferLayoutError, "cover 3 tokens, the slot mapping has 2"),
-        (list(range(SLOTS)) + [-1], [], BufferLayoutError, "laid out for 64 tokens"),
+        ([*range(SLOTS), -1], [], BufferLayoutError, "laid out for 64 tokens"),
         ([[0], [1]], [], BufferLayoutError, "vector of integers"),
         ([0.0, 1.0], [], BufferLayoutError, "vector of integers"),
         ([4, 5], [("b", 1, 2)], MissingRoutes, "'b': position 0 comes next, the segment starts at 1"),
@@ -867,6 +868,29 @@ def test_requests_finish_in_another_thread(loop: Loop) -> None:
     assert all((done[n] == loop.truth(prompt(4, n))).all() for n in range(20))
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("busy", ["forward", "step"])
+def test_a_forward_on_a_stream_of_its_own(busy: str) -> None:
+    """An engine's compute stream: rows gathered before it wrote them, or a mapping read too early, are older steps' rows."""
+    model = decoder(config={"num_experts_per_tok": 2})
+    model = model.cuda()
+    compiled = torch.compile(model, backend=r3_pass.backend("eager"))
+    session = r3_pass.runtime.attach(compiled, num_slots=SLOTS)
+    stream = torch.cuda.Stream()
+    for seed in range(5):
+        ids = prompt(8, seed).cuda()
+        torch.cuda.synchronize()
+        if busy == "step":
+            torch.cuda._sleep(50_000_000)
+        slots = np.random.default_rng(seed).permutation(SLOTS)[:8]
+        with torch.no_grad(), session.step(slots, [Segment(seed, 0, 8)]), torch.cuda.stream(stream):
+            if busy == "forward":
+                torch.cuda._sleep(50_000_000)
+            compiled(ids)
+        assert (session.finish(seed, 9) == truth(model, ids)).all()
+    session.detach()
+
+
 # ---- geometry -------------------------------------------------------------------------------------------------------
 def test_the_number_of_layers() -> None:
     """Trailing dense layers count; a number that is given wins over what the config says."""
@@ -891,7 +915,7 @@ def test_bytes_before_the_top_k_is_known() -> None:
     model = decoder()
     compiled = torch.compile(model, backend=r3_pass.backend("eager"))
     session = r3_pass.runtime.attach(compiled, num_slots=SLOTS)
-    with pytest.raises(RefusedConfiguration, match="does not say its top-k.*Run one step"):
+    with pytest.raises(RefusedConfiguration, match=r"does not say its top-k.*Run one step"):
         session.geometry.nbytes  # noqa: B018
     with torch.no_grad(), session.step(np.full(3, -1)):
         compiled(prompt(3))

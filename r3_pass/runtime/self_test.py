@@ -1,0 +1,184 @@
+"""The start-up self-test: recorded ids beside those of the uncompiled model.
+
+The oracle knows nothing of graphs, forms or routers: it runs the model eagerly, watches every operator that selects something
+(a dispatch mode) while a decoder layer runs (hooks), and asks whether one of the layer's selections returned exactly what was
+recorded for it. A row that differs where the k-th and the next score all but tie is told apart from one that is wrong.
+
+Legend: T tokens of the probe, K top-k.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_SELECTIONS = {
+    "topk",
+    "max",
+    "min",
+    "argmax",
+    "argmin",
+    "sort",
+    "argsort",
+    "multinomial",
+    "embedding",
+    "index",
+    "gather",
+}
+
+NEAR_TIE = 1e-4
+"""A gap between two scores, relative to the spread of the row's scores, below which another order is no error."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerResult:
+    """One stored layer of the probe.
+
+    Attributes:
+        rows, equal: tokens, and those whose recorded ids are the eager model's, in its order.
+        near_ties: rows that differ where two scores all but tie.
+        selection: the operator whose choice it was, as the oracle saw it; "" if none fits.
+        margin: smallest relative gap between the last chosen and the next score over all rows; nan if no scores were seen.
+    """
+
+    layer: int
+    rows: int
+    equal: int
+    near_ties: int
+    selection: str
+    margin: float
+
+    @property
+    def ok(self) -> bool:
+        return self.equal + self.near_ties == self.rows
+
+
+@dataclasses.dataclass(frozen=True)
+class SelfTest:
+    """Results by layer; `print` it for a table."""
+
+    layers: tuple[LayerResult, ...]
+
+    @property
+    def ok(self) -> bool:
+        return all(result.ok for result in self.layers)
+
+    def __str__(self) -> str:
+        lines = [
+            f"layer {r.layer}: {r.equal} of {r.rows} rows equal"
+            + (f", {r.near_ties} near-ties" if r.near_ties else "")
+            + (f" ({r.selection}, smallest margin {r.margin:.1e})" if r.selection else " (no selection in it fits)")
+            for r in self.layers
+        ]
+        return "\n".join(lines)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Choice:
+    name: str
+    scores: Tensor | None
+    ids: Tensor
+
+
+class _Watch(TorchDispatchMode):
+    """Collects what every selection returned, by the decoder layer that was running."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.running: list[int] = []
+        self.choices: dict[int, list[_Choice]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name.partition("::")[2]
+        if self.running and name in _SELECTIONS:
+            ids = result[1] if isinstance(result, tuple | list) and len(result) == 2 else result
+            scores = args[0] if args and isinstance(args[0], Tensor) and args[0].is_floating_point() else None
+            if isinstance(ids, Tensor) and not ids.is_floating_point() and ids.dtype != torch.bool:
+                self.choices.setdefault(self.running[-1], []).append(_Choice(name, scores, ids.detach().clone()))
+        return result
+
+
+@contextlib.contextmanager
+def _watching(layers: dict[int, nn.Module]) -> Iterator[_Watch]:
+    watch = _Watch()
+    handles = []
+    for index, block in layers.items():
+
+        def enter(*_: Any, index: int = index) -> None:
+            watch.running.append(index)
+
+        def leave(*_: Any) -> None:
+            watch.running.pop()
+
+        handles += [block.register_forward_pre_hook(enter), block.register_forward_hook(leave)]
+    try:
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"), watch:
+            yield watch
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def compare(
+    model: nn.Module, layers: dict[int, nn.Module], recorded: npt.NDArray[np.int16], run: Callable[[], Any]
+) -> SelfTest:
+    """Run the model eagerly and hold the recorded rows against what its layers chose.
+
+    Args:
+        layers: decoder layer to its block, for each stored layer.
+        recorded: int16 [T, num_layers, top_k], of the same batch.
+        run: calls the model with that batch; what is compiled in it runs uncompiled.
+    """
+    with _watching(layers) as watch:
+        run()
+    return SelfTest(tuple(_judge(i, recorded[:, i], watch.choices.get(i, [])) for i in sorted(layers)))
+
+
+def _judge(layer: int, rows: npt.NDArray[np.int16], choices: list[_Choice]) -> LayerResult:
+    """The choice that explains most rows, and what is wrong with the others."""
+    width = int((rows >= 0).any(axis=0).sum())
+    got = torch.from_numpy(rows[:, :width].astype(np.int64))
+    best = LayerResult(layer, len(rows), 0, 0, "", float("nan"))
+    for choice, ids in _candidates(choices, len(rows), width):
+        same = (got == ids).all(-1)
+        gaps = _margins(choice, len(rows), width)
+        ties = int((~same & (gaps <= NEAR_TIE)).sum()) if gaps is not None else 0
+        margin = float(gaps.min()) if gaps is not None else float("nan")
+        result = LayerResult(layer, len(rows), int(same.sum()), ties, choice.name, margin)
+        if result.equal > best.equal or not best.selection:
+            best = result
+    return best
+
+
+def _candidates(choices: list[_Choice], rows: int, width: int) -> Iterator[tuple[_Choice, Tensor]]:
+    """int64 [T, width] of each selection that could be a router's: enough columns, or so many single choices in a row."""
+    single: list[tuple[_Choice, Tensor]] = []
+    for choice in choices:
+        ids = choice.ids.cpu().long()
+        if ids.numel() == rows:
+            single.append((choice, ids.reshape(rows, 1)))
+        if ids.dim() >= 1 and ids.shape[-1] >= width and ids.numel() == rows * ids.shape[-1]:
+            yield choice, ids.reshape(rows, -1)[:, :width]
+    for first in range(len(single) - width + 1):
+        run = single[first : first + width]
+        yield run[0][0], torch.cat([ids for _, ids in run], 1)
+
+
+def _margins(choice: _Choice, rows: int, width: int) -> Tensor | None:
+    """float [T]: smallest gap among the chosen scores and the next one, relative to the spread of the row."""
+    if choice.scores is None or choice.scores.shape[-1] <= width or choice.scores.numel() % rows:
+        return None
+    scores = choice.scores.detach().float().cpu().reshape(rows, -1)
+    ordered = scores.sort(-1, descending=True).values
+    gaps = torch.nan_to_num(ordered[:, :width] - ordered[:, 1 : width + 1], posinf=1e9).amin(-1)
+    finite = torch.where(torch.isfinite(scores), scores, torch.zeros_like(scores))
+    return gaps / finite.std(-1).clamp_min(1e-12)
