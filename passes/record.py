@@ -138,7 +138,8 @@ def unequal(found: Sequence[Occurrence]) -> str:
     if len(counts) < 2:
         return ""
     return (
-        f"its layers route different numbers of tokens ({', '.join(map(str, counts))}), and a step has one slot a token"
+        f"its layers route different numbers of tokens ({', '.join(map(str, counts))}; an encoder-decoder, say), and a step has "
+        "one slot a token"
     )
 
 

@@ -192,6 +192,10 @@ class Binding:
         held: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
         self._links[(id(held), name)] = held, name, weight
 
+    def blocks(self) -> dict[int, nn.Module]:
+        """The module of each stored layer."""
+        return {layer: self.model.get_submodule(f"{self.container}.{layer}".strip(".")) for layer in self.layers}
+
     def weights_replaced(self) -> bool:
         """Whether weights hang elsewhere than their marks say: replaced (`load_state_dict(assign=True)`), or moved in the model."""
         return not all(held.get(name) is thing for held, name, thing in self._links.values())

@@ -251,7 +251,7 @@ class DataFlow:
                     return
         self.order[node] = len(self.nodes)
         self.nodes.append(node)
-        read = tuple(dict.fromkeys(self._current(self.resolve(n)) for n in node.all_input_nodes))
+        read = tuple(dict.fromkeys(c for n in node.all_input_nodes for c in self._current(self.resolve(n))))
         self._inputs[node] = read
         for source in read:
             self._users.setdefault(source, []).append(node)
@@ -291,8 +291,12 @@ class DataFlow:
                 return
             node = self.resolve(node.args[0])
 
-    def _current(self, node: fx.Node) -> fx.Node:
-        return self._latest.get(node, node)
+    def _current(self, node: fx.Node) -> tuple[fx.Node, ...]:
+        """What reads a value now reads: its last update; also the value itself, if that came through a view of another shape."""
+        latest = self._latest.get(node)
+        if latest is None:
+            return (node,)
+        return (latest,) if dims(latest) == dims(node) else (node, latest)
 
     def overwritten(self, node: fx.Node) -> bool:
         """Whether the value is changed in place after it was made, so that a later reader sees another one."""

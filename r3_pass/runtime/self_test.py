@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from r3_pass.errors import RefusedConfiguration
+from r3_pass.structure import text_config
 
 _SELECTIONS = {
     "topk",
@@ -92,7 +95,7 @@ class _Watch(TorchDispatchMode):
     """Collects what every selection returned, by the decoder layer that was running."""
 
     def __init__(self) -> None:
-        super().__init__()
+        TorchDispatchMode.__init__(self)
         self.running: list[int] = []
         self.choices: dict[int, list[_Choice]] = {}
 
@@ -129,18 +132,50 @@ def _watching(layers: dict[int, nn.Module]) -> Iterator[_Watch]:
 
 
 def compare(
-    model: nn.Module, layers: dict[int, nn.Module], recorded: npt.NDArray[np.int16], run: Callable[[], Any]
+    model: nn.Module,
+    layers: dict[int, nn.Module],
+    recorded: npt.NDArray[np.int16],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
 ) -> SelfTest:
     """Run the model eagerly and hold the recorded rows against what its layers chose.
 
     Args:
         layers: decoder layer to its block, for each stored layer.
         recorded: int16 [T, num_layers, top_k], of the same batch.
-        run: calls the model with that batch; what is compiled in it runs uncompiled.
+        args, kwargs: the batch; what is compiled in the model runs uncompiled.
+
+    Raises: RefusedConfiguration if a row is wrong.
     """
     with _watching(layers) as watch:
-        run()
-    return SelfTest(tuple(_judge(i, recorded[:, i], watch.choices.get(i, [])) for i in sorted(layers)))
+        model(*args, **kwargs)
+    result = SelfTest(tuple(_judge(i, recorded[:, i], watch.choices.get(i, [])) for i in sorted(layers)))
+    if not result.ok:
+        raise RefusedConfiguration(
+            f"the self-test failed: recorded ids differ from the uncompiled model's.\n{result}\nDo not train on these "
+            "routes; r3_pass.explain(model, ...).dump(folder) has the graphs to look at."
+        )
+    return result
+
+
+def probe(model: nn.Module, num_slots: int, device: torch.device) -> Tensor:
+    """int64 [2, 8] token ids, the same in every process; fewer where there are fewer slots."""
+    vocabulary = getattr(text_config(model), "vocab_size", None)
+    if not isinstance(vocabulary, int):
+        raise RefusedConfiguration(
+            "the model has no config with a vocab_size to make a batch from. Pass one: session.self_test(inputs)."
+        )
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(vocabulary, (2, max(1, min(8, num_slots // 2))), generator=generator).to(device)
+
+
+def tokens_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """T of a batch: the elements of its first integer tensor, or the rows of its first one of floats [..., hidden]."""
+    tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+    if not tensors:
+        raise RefusedConfiguration("a batch for self_test needs a tensor: token ids, or hidden states [..., hidden].")
+    ids = next((t for t in tensors if not t.is_floating_point()), None)
+    return int(ids.numel()) if ids is not None else int(tensors[0].shape[:-1].numel())
 
 
 def _judge(layer: int, rows: npt.NDArray[np.int16], choices: list[_Choice]) -> LayerResult:

@@ -9,10 +9,7 @@ Legend: T tokens in the step, L decoder layers, M stored (MoE) layers, K top-k, 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import threading
-import zlib
-from collections import deque
 from collections.abc import Hashable, Iterable, Iterator
 from types import TracebackType
 from typing import Any
@@ -26,55 +23,25 @@ from r3_pass.binding import Binding
 from r3_pass.errors import (
     BufferLayoutError,
     MissingRoutes,
-    NoRouterFound,
-    PartialCapture,
     R3Error,
     RefusedConfiguration,
     StaleRoutes,
 )
-from r3_pass.passes.ops import ERROR_DUPLICATE, ERROR_SLOT, ERROR_TOKENS, STATE_CALLS, STATE_ERRORS
+from r3_pass.passes.ops import ERROR_DUPLICATE, STATE_CALLS, STATE_ERRORS
+from r3_pass.runtime.arrivals import Arrival, Arrivals
+from r3_pass.runtime.coverage import Reasons, check_coverage
 from r3_pass.runtime.engines.base import EngineAdapter
-from r3_pass.runtime.export import Exporter, Pending
+from r3_pass.runtime.export import Exporter
 from r3_pass.runtime.mapping import SlotMapping
 from r3_pass.runtime.rows import RowLog
-from r3_pass.runtime.self_test import SelfTest, compare
+from r3_pass.runtime.saved import SavedRows, restore, save
+from r3_pass.runtime.self_test import SelfTest, compare, probe, tokens_of
 from r3_pass.runtime.sequences import Segment, SegmentBatch, SequenceTable
 from r3_pass.runtime.slots import Geometry, SlotBuffer, Slots
 
 Rows = npt.NDArray[np.int16]
 
 _EMPTY = SegmentBatch((), (), ())
-
-
-@dataclasses.dataclass(frozen=True)
-class SavedRows:
-    """Rows that left the slot buffer together with their KV; `Session.insert` takes them back.
-
-    Attributes:
-        rows: int16 [n, M, K] on the host.
-        layers: decoder layer of each of the M columns.
-        version: weight version that made them.
-        checksum: CRC-32 of the rows' bytes.
-    """
-
-    rows: Rows
-    layers: tuple[int, ...]
-    version: Hashable
-    checksum: int
-
-
-@dataclasses.dataclass
-class _Copy:
-    """Rows on their way to the row log, and what is checked when they arrive."""
-
-    pending: Pending
-    first_row: int
-    step: int = 0
-    """Number of the step, for messages."""
-    writes: int = 0
-    """How often the step must have written each layer: once, if it had tokens and was not captured into a CUDA graph."""
-    slots: Slots | None = None
-    """The step's slots, which are void if it turns out to have failed: their KV is new, their rows are not."""
 
 
 class Session:
@@ -92,7 +59,7 @@ class Session:
         max_tokens: int | None,
         num_layers: int | None = None,
         adapter: EngineAdapter | None = None,
-        reasons: Any = None,
+        reasons: Reasons | None = None,
         call: Any = None,
     ) -> None:
         self.version: Hashable = None
@@ -107,8 +74,7 @@ class Session:
         self._table: SequenceTable | None = None
         self._mapping: SlotMapping | None = None
         self._exporter = Exporter(device)
-        self._copies: deque[_Copy] = deque()
-        self._failure: R3Error | None = None
+        self._arrivals = Arrivals()
         self._step: _Step | None = None
         self._steps = 0
         self._proved = False
@@ -221,7 +187,7 @@ class Session:
                     "there are with abort(), then detach() and attach again."
                 )
             self._collect(wait=False)
-            self._raise_failure()
+            self._arrivals.raise_failure()
             if self._mapping is None or self._num_slots is None:
                 raise RefusedConfiguration(
                     "the KV cache was released: a step has no slots. Call wake(num_slots) first."
@@ -276,7 +242,7 @@ class Session:
                 return
             if tokens:
                 try:
-                    self._check_coverage()
+                    self._proved = check_coverage(binding, self._reasons) or self._proved
                 except R3Error:
                     self._give_up(tokens)
                     raise
@@ -291,11 +257,11 @@ class Session:
             else:
                 first, rows = -1, self._buffer.data[:0]
             pending = self._exporter.submit(rows, binding.state)
-            self._copies.append(_Copy(pending, first, self._steps, writes, step.taken))
+            self._arrivals.add(Arrival(pending, first, self._steps, writes, step.taken))
             binding.state.zero_()
             if self._device.type == "cpu":
                 self._collect(wait=True)
-                self._raise_failure()
+                self._arrivals.raise_failure()
 
     def _give_up(self, tokens: int | None) -> None:
         """After a step that failed: slots of which only some layers were written are void, and the next step starts afresh."""
@@ -307,106 +273,9 @@ class Session:
         binding.state.zero_()
         binding.claim()  # had weights been replaced one by one, this finds them
 
-    def _check_coverage(self) -> None:
-        """Every expected layer wrote once in this step; told apart from a CUDA graph that was replayed unseen."""
-        binding = self._binding
-        if binding.refused:
-            raise RefusedConfiguration(
-                "the model routes in a way that cannot be recorded:\n  "
-                + "\n  ".join(binding.refused)
-                + "\nIt has no fixed expert ids per "
-                "token that a trainer could replay; detach, or record another model."
-            )
-        if binding.calls and all(binding.calls) and not binding.problems:
-            self._proved = True
-            return
-        if binding.captured and not any(binding.calls) and not binding.problems:
-            return  # the device counts, and its count comes with the rows
-        written = [layer for layer, calls in zip(binding.layers, binding.calls, strict=True) if calls]
-        expected = binding.layers or binding.expected()
-        missing = [layer for layer in expected if layer not in written]
-        reasons = list(binding.problems) + [f"layer {layer}: {self._why(layer)}" for layer in missing]
-        advice = (
-            "Run r3_pass.explain(model, ...) for every candidate. A layer whose graph did not run fell back to "
-            "eager: a graph break "
-            "inside it, a disabled region, Dynamo's recompilation limit, or a call that bypassed the compiled wrapper."
-        )
-        if not written and not binding.problems:
-            raise NoRouterFound(
-                f"no compiled MoE layer of {type(binding.model).__name__} ran in this step"
-                + (
-                    f" ({len(missing)} were expected):\n  " + "\n  ".join(reasons[:8])
-                    if missing
-                    else ", and its modules show none."
-                )
-                + f"\n{advice}"
-            )
-        raise PartialCapture(
-            f"{len(written)} of {len(expected)} MoE layers were captured in this step.\n  "
-            + "\n  ".join(reasons[:16])
-            + f"\n{advice}"
-        )
-
-    def _why(self, layer: int) -> str:
-        from r3_pass.structure import Block
-
-        binding = self._binding
-        evidence = binding.structure.experts.get(
-            Block(binding.container or "", layer), binding.modules.get(layer, "expected")
-        )
-        rejected = self._reasons(layer) if self._reasons is not None else ""
-        return f"{evidence}; " + (rejected or "no graph of it ran")
-
-    # ---- copies and what the device found -----------------------------------------------------------------------
     def _collect(self, wait: bool, up_to: int | None = None) -> None:
-        """Take in the copies that have arrived; with `wait`, all of them, or those with rows up to a number."""
-        while self._copies and (self._copies[0].pending.done() or wait):
-            if up_to is not None and not self._copies[0].pending.done() and self._copies[0].first_row > up_to:
-                return
-            copy = self._copies.popleft()
-            rows, flags = copy.pending.wait()
-            wrong = flags is not None and not self._check_flags(flags, copy.step, copy.writes)
-            if wrong and copy.slots is not None and self._buffer is not None:
-                self._buffer.void(copy.slots)
-            if copy.first_row >= 0 and self._table is not None and len(rows):
-                self._table.rows.fill(copy.first_row, np.full_like(rows, -1) if wrong else rows)
-            copy.pending.release()
-
-    def _check_flags(self, flags: npt.NDArray[np.int32], step: int, writes: int) -> bool:
-        """What the device says of a step; a fault is kept and raised by the next call."""
-        errors = int(flags[STATE_ERRORS])
-        calls = flags[STATE_CALLS:]
-        if errors:
-            found = [
-                text
-                for bit, text in (
-                    (ERROR_TOKENS, "a forward ran over another number of tokens than the slot mapping has"),
-                    (ERROR_SLOT, "a slot was out of range"),
-                    (ERROR_DUPLICATE, "a slot stood twice in a mapping"),
-                )
-                if errors & bit
-            ]
-            failure: R3Error = BufferLayoutError(
-                f"step {step}: {' and '.join(found)}, found on the device. The rows of that step were not "
-                "recorded. Give one slot for "
-                "each token that is forwarded, each at most once, -1 for padding."
-            )
-        elif (calls != writes).any():
-            layers = [self._binding.layers[m] for m in np.flatnonzero(calls != writes)]
-            failure = PartialCapture(
-                f"step {step}: layers {layers} were written {calls[calls != writes].tolist()} times, expected "
-                f"{writes}. A replayed CUDA graph "
-                "lacks the record op, or holds more than one forward. Capture it inside `session.step(all -1)`."
-            )
-        else:
-            return True
-        self._failure = self._failure or failure
-        return False
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
-            raise failure
+        log = self._table.rows if self._table is not None else None
+        self._arrivals.collect(log, self._buffer, self._binding.layers, wait, up_to)
 
     def _usable(self) -> None:
         if self._detached:
@@ -435,7 +304,7 @@ class Session:
             chunks = self._exporter.gather_chunks(buffer, slots)
             first = self._table.extend(batch)
             for pending in chunks:
-                self._copies.append(_Copy(pending, first, 0))
+                self._arrivals.add(Arrival(pending, first))
                 first += pending.num_rows
                 if self._device.type != "cpu":
                     self._collect(wait=False)
@@ -473,8 +342,7 @@ class Session:
         with self._lock:
             self._usable()
             buffer = self._laid_out()
-            rows = buffer.gather(slots).cpu().numpy()
-            return SavedRows(rows, buffer.geometry.stored, self.version, zlib.crc32(rows.tobytes()))
+            return save(buffer, slots, self.version)
 
     def insert(self, slots: Slots, rows: object) -> None:
         """KV came back into these slots: its rows with it.
@@ -483,21 +351,7 @@ class Session:
         """
         with self._lock:
             self._usable()
-            buffer = self._laid_out()
-            if not isinstance(rows, SavedRows):
-                raise RefusedConfiguration(f"insert takes what extract returned, got {type(rows).__name__}.")
-            ours = (buffer.geometry.stored, buffer.geometry.row_shape, self.version)
-            theirs = (rows.layers, rows.rows.shape[1:], rows.version)
-            if ours != theirs:
-                raise RefusedConfiguration(
-                    f"rows of (layers, shape, weight version) {theirs} cannot go into a buffer of {ours}. Forward "
-                    "these tokens again."
-                )
-            if zlib.crc32(rows.rows.tobytes()) != rows.checksum:
-                raise RefusedConfiguration(
-                    "saved rows do not match their checksum: they were changed on their way. Forward the tokens again."
-                )
-            buffer.write(slots, rows.rows)
+            restore(self._laid_out(), slots, rows, self.version)
 
     def preempt(self, request_id: Hashable, num_tokens: int) -> None:
         """The request will be forwarded again; rows of its first num_tokens - 1 positions that were exported stay what they are."""
@@ -520,7 +374,7 @@ class Session:
                     f"request {request_id!r} is unknown: no step has run. Pass segments with every step."
                 )
             self._arrive(request_id, num_tokens - 1)
-            self._raise_failure()
+            self._arrivals.raise_failure()
             rows = self._table.finish(request_id, num_tokens, self._complete)
             return self._expand(rows)
 
@@ -577,7 +431,7 @@ class Session:
             buffer = self._laid_out()
             rows = buffer.gather(slots).cpu().numpy()
             self._collect(wait=True)
-            self._raise_failure()
+            self._arrivals.raise_failure()
             return buffer.geometry.expand(rows)
 
     def self_test(self, *args: Any, **kwargs: Any) -> SelfTest:
@@ -598,49 +452,21 @@ class Session:
             self._usable()
             if self._call is None or self._num_slots is None:
                 raise RefusedConfiguration(
-                    "this session's engine compiles and calls the model by itself. Attach to a compiled model with num_slots= and "
-                    "run self_test there."
+                    "this session's engine compiles and calls the model by itself. Attach to a compiled model with num_slots= "
+                    "and run self_test there."
                 )
             if self._table is not None and len(self._table):
                 raise RefusedConfiguration(
                     "self_test overwrites slots, and requests are running. Call it before the first request."
                 )
             if not args and not kwargs:
-                args, kwargs = (self._probe(),), {}
-        tokens = next(
-            (int(a.numel()) for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and not a.is_floating_point()),
-            0,
-        )
-        tokens = tokens or next(int(a.shape[:-1].numel()) for a in (*args, *kwargs.values()) if isinstance(a, Tensor))
-        slots = np.arange(tokens)
+                args = (probe(self._binding.model, self._num_slots, self._device),)
+        slots = np.arange(tokens_of(args, kwargs))
         with torch.no_grad(), self.step(slots):
             self._call(*args, **kwargs)
         recorded = self.read(slots)
         self.assign(slots)
-        binding = self._binding
-        blocks = {
-            layer: binding.model.get_submodule(f"{binding.container}.{layer}".strip(".")) for layer in binding.layers
-        }
-        result = compare(binding.model, blocks, recorded, lambda: binding.model(*args, **kwargs))
-        if not result.ok:
-            raise RefusedConfiguration(
-                f"the self-test failed: recorded ids differ from the uncompiled model's.\n{result}\nDo not train on these routes; "
-                "r3_pass.explain(model, ...).dump(folder) has the graphs to look at."
-            )
-        return result
-
-    def _probe(self) -> Tensor:
-        """int64 [2, 8] token ids, the same in every process."""
-        from r3_pass.structure import text_config
-
-        vocabulary = getattr(text_config(self._binding.model), "vocab_size", None)
-        if not isinstance(vocabulary, int):
-            raise RefusedConfiguration(
-                "the model has no config with a vocab_size to make a batch from: pass one, self_test(inputs)."
-            )
-        generator = torch.Generator().manual_seed(0)
-        count = min(8, (self._num_slots or 8) // 2)
-        return torch.randint(vocabulary, (2, count), generator=generator).to(self._device)
+        return compare(self._binding.model, self._binding.blocks(), recorded, args, kwargs)
 
     # ---- life cycle ---------------------------------------------------------------------------------------------
     def weights_changed(self, tag: Hashable) -> None:
@@ -675,9 +501,7 @@ class Session:
 
     def _release(self) -> None:
         self._exporter.drain()
-        for copy in self._copies:
-            copy.pending.release()
-        self._copies.clear()
+        self._arrivals.drop()
         if self._mapping is not None and self._binding.captured:
             self._mapping.close()
             self._retired.append((self._mapping, self._binding.state, *self._binding.columns()))

@@ -11,9 +11,9 @@ they do with the ids:
     per layer   `view.index_put_((slots,), ids)` into an int32 buffer, once per layer, with the cast to int32 left to Inductor
     per layer 8 the same into an int64 buffer: no cast, twice the memory
 
-"off" is the same compiled model outside a step. Each variant is captured several times, since two captures of the same code differ by
-some microseconds; replays of all alternate, and a figure is the median over captures of each capture's median. The
-floor is one empty kernel in a CUDA graph, measured in the same run.
+"off" is the same compiled model outside a step. Each variant is captured several times, since two captures of the same
+code differ by some microseconds; replays of all alternate, and a figure is the median over captures of each capture's
+median. The floor is one empty kernel in a CUDA graph, measured in the same run.
 """
 
 from __future__ import annotations
@@ -198,9 +198,8 @@ def main() -> None:
         "date": datetime.date.today().isoformat(), "empty kernel in a CUDA graph": floor,
     }  # fmt: skip
     print(json.dumps(machine))
-    print(
-        f"\n| geometry | T | routing alone | r3_pass adds | int32 index_put_ per layer adds | int64, no cast | spread of 3 captures (off, r3_pass) |\n|{'---|' * 7}"
-    )
+    print("\n| geometry | T | routing alone | r3_pass adds | int32 index_put_ per layer | int64, no cast | spread |")
+    print("|---|---|---|---|---|---|---|")
     for row in rows:
         print(
             f"| {row['geometry']} | {row['tokens']} | {row['off']:.0f} | **{row['r3_pass']:.1f}** | {row['per layer']:.1f} | "

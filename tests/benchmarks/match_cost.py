@@ -2,9 +2,9 @@
 
     python tests/benchmarks/match_cost.py [--layers 60] [--model-type qwen3_moe] [--inner aot_eager]
 
-Compiles a model with small dimensions twice in one process, without r3_pass and with it, and prints the seconds of each part. A model
-of 60 layers has 60 routers; its dimensions do not matter here, its operators do. aot_eager is the hard case: a code
-generator behind it takes minutes, of which matching is a smaller share.
+Compiles a model with small dimensions twice in one process, without r3_pass and with it, and prints the seconds of each
+part. A model of 60 layers has 60 routers; its dimensions do not matter here, its operators do. aot_eager is the hard
+case: a code generator behind it takes minutes, of which matching is a smaller share.
 """
 
 from __future__ import annotations

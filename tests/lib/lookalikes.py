@@ -211,6 +211,33 @@ def early_exit() -> nn.Module:
     return run
 
 
+@nothing(also=("refused",))
+def skipped_tokens() -> nn.Module:
+    """Each token goes through the MLP or skips it: masked before a gated MLP, whose three linears are no three experts."""
+
+    @in_the_mlp(decide=lambda: gate(2), mlp=Gated)
+    def run(mlp: Any, x: Tensor) -> Tensor:
+        keep = (mlp.decide(x).argmax(-1, keepdim=True) == 1).to(x.dtype)
+        return mlp.mlp(x * keep) * keep
+
+    return run
+
+
+@nothing()
+def sorted_by_cluster() -> nn.Module:
+    """Cluster-Former: tokens are sorted by their nearest centroid, and attend within chunks; all share the same projections."""
+
+    @in_the_mlp(centroids=gate, **{name: lambda: linear(D) for name in ("q", "k", "v", "out")})
+    def run(mlp: Any, x: Tensor) -> Tensor:
+        order = mlp.centroids(x).argmax(-1).argsort(dim=-1, stable=True)
+        rows = order.unsqueeze(-1).expand_as(x)
+        near = x.gather(1, rows)
+        y = mlp.out(torch.softmax(mlp.q(near) @ mlp.k(near).mT, -1) @ mlp.v(near))
+        return torch.zeros_like(y).scatter(1, rows, y)
+
+    return run
+
+
 @nothing()
 def conditional_kernels() -> nn.Module:
     """CondConv: a softmax mixes all kernels for each token, none is chosen."""

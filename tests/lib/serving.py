@@ -182,7 +182,10 @@ def prompts(number: int = 8, seed: int = 1) -> list[list[int]]:
     """Lengths 2 to 40; most begin like others, some are whole pages, the last is the first once more."""
     draw = np.random.default_rng(seed)
     shared = [draw.integers(1, VOCAB, n).tolist() for n in (20, 13, 9)]
-    made = [shared[i % 3][: draw.integers(1, 24)] + draw.integers(1, VOCAB, draw.integers(1, 20)).tolist() for i in range(number - 2)]
+    made = [
+        shared[i % 3][: draw.integers(1, 24)] + draw.integers(1, VOCAB, draw.integers(1, 20)).tolist()
+        for i in range(number - 2)
+    ]
     return [*made, made[1][: len(made[1]) // 4 * 4] or made[1], list(made[0])]
 
 

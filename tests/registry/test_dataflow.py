@@ -156,8 +156,8 @@ def test_an_update_of_a_view_is_one_of_its_base(change: Callable[[Tensor], Any])
         return a.exp()
 
     module = traced(f, torch.randn(3, 4))
-    (read,) = flow_of(module).inputs(named(module, "exp"))
-    assert spelling(read) in ("mul", "setitem")
+    read = flow_of(module).inputs(named(module, "exp"))
+    assert {spelling(n) for n in read} & {"mul", "setitem"}
 
 
 def test_an_update_of_a_copy_is_none_of_its_source() -> None:

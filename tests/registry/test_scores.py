@@ -71,6 +71,8 @@ PASSES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "masked_by_where": lambda m, x: torch.where(m.bias > 0, m.gate(x), float("-inf")),
     "scattered_mask": lambda m, x: m.gate(x).scatter(1, m.table, 0.0),
     "setitem": lambda m, x: _set(m.gate(x)),
+    "masked_through_a_view": lambda m, x: _masked_through_a_view(m.gate(x)),
+    "masked_through_a_view_then_softmax": lambda m, x: _masked_through_a_view(m.gate(x)).softmax(-1) * 2,
     "groups": lambda m, x: m.gate(x).view(T, 3, 4).softmax(-1).flatten(1),
     "normalised": lambda m, x: (p := m.gate(x).exp()) / p.sum(-1, keepdim=True),
     "minus_max": lambda m, x: (p := m.gate(x)) - p.amax(-1, keepdim=True),
@@ -94,6 +96,12 @@ PASSES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "distances": lambda m, x: -torch.cdist(x, m.gate.weight),
     "values_of_a_sort_over_tokens_kept": lambda m, x: m.gate(x.view(2, -1, D)).max(0)[0],
 }  # fmt: skip
+
+
+def _masked_through_a_view(scores: Tensor) -> Tensor:
+    scores.view(T, 3, 4).masked_fill_((scores > 0).view(T, 3, 4).any(-1, keepdim=True), 0.0)
+    scores.view(T, 3, 4)[:, 0] = 0.0
+    return scores
 
 
 def _set(scores: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ from serving import (
 from transformers import CompileConfig
 
 import r3_pass
-from r3_pass import MissingRoutes, NoRouterFound, PartialCapture, R3Error, RefusedConfiguration, StaleRoutes
+from r3_pass import MissingRoutes, NoRouterFound, PartialCapture, RefusedConfiguration, StaleRoutes
 from r3_pass.runtime import Session
 
 PROMPTS = prompts(10)
@@ -91,7 +91,6 @@ def test_every_row(model: Any, truth: Truth, name: str) -> None:
     config, generation, happened = SCENARIOS[name]
     with recording(model, settings(**config), generation) as run:
         outputs = run.serve(PROMPTS, new=20 if name == "end of text" else 8)
-        assert len(outputs) == len(PROMPTS) * run.manager.num_return_sequences
         assert truth.check(outputs) > 200
         assert all(run.calls[what] for what in happened), run.calls
         assert run.calls["finish"] == len(outputs)
@@ -178,12 +177,10 @@ def test_a_manager_that_stays(model: Any, truth: Truth) -> None:
     assert not wrapped(model, manager)
     session = r3_pass.runtime.attach(model)
     try:
-        try:
-            outputs = generate(persistent_manager=True)
-        except StaleRoutes as error:
-            outputs = error.outputs  # type: ignore[attr-defined]
-            assert any(o.status.name == "FAILED" and "StaleRoutes" in o.error for o in outputs.values())
-        assert len(outputs) == len(FEW)
+        with pytest.raises(StaleRoutes, match="void") as caught:
+            generate(persistent_manager=True)
+        outputs = caught.value.outputs  # type: ignore[attr-defined]
+        assert len(outputs) == len(FEW) and all(len(o.generated_tokens) == 5 for o in outputs.values())
         truth.check(o for o in outputs.values() if o.status.name == "FINISHED")
         model.destroy_cached_continuous_batching_manager()
         truth.check(generate())
@@ -353,8 +350,8 @@ def refuses(*_: Any) -> None:
     ("config", "lost"),
     [
         ({"blocks": 100, "tokens": 80}, {"move": nothing}),
-        ({"blocks": 40, "tokens": 64} | OFFLOAD, {"insert": nothing}),
-        ({"blocks": 40, "tokens": 64} | OFFLOAD, {"insert": refuses}),
+        ({"blocks": 24, "tokens": 64} | OFFLOAD, {"insert": nothing}),
+        ({"blocks": 24, "tokens": 64} | OFFLOAD, {"insert": refuses}),
     ],
     ids=["not moved", "not restored", "restored under other weights"],
 )
@@ -364,9 +361,8 @@ def test_rows_that_are_lost(
     """KV went to other blocks and the rows did not: who reads those blocks is told, and nobody gets wrong rows."""
     for name, method in lost.items():
         monkeypatch.setattr(Session, name, method)
-    with recording(model, settings(**config), sampled(3)) as run:
-        outputs = run.serve(PROMPTS)
-        assert len(outputs) == 3 * len(PROMPTS)
+    with recording(model, settings(**config), sampled(3 if "move" in lost else 1)) as run:
+        outputs = run.serve(PROMPTS + PROMPTS[:6])
         failed = [o for o in outputs.values() if o.status.name == "FAILED"]
         assert failed and all("StaleRoutes" in o.error and "void" in o.error for o in failed)
         assert all(o.generated_tokens for o in failed)
@@ -421,24 +417,22 @@ def test_two_groups_of_blocks(
     model, truth = gpt_oss_model
     with recording(model, settings(**config), sampled(sequences)) as run:
         outputs = run.serve(PROMPTS)
-        assert len(outputs) == sequences * len(PROMPTS)
         truth.check(outputs)
         assert all(run.calls[what] for what in happened), run.calls
 
 
 # ---- compiled by the engine ---------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("inner", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
-def test_the_engines_own_compilation(inner: str) -> None:
+@pytest.mark.slow
+def test_the_engines_own_compilation() -> None:
     """`varlen_compile_config`, whole model, padded batches: padding has no row, and warm-up leaves none."""
     torch._dynamo.reset()
     model, truth = qwen3_moe(num_hidden_layers=2), Truth(qwen3_moe(num_hidden_layers=2))
-    compilation = CompileConfig(backend=r3_pass.backend(inner), dynamic=True, mode=None)
+    compilation = CompileConfig(backend=r3_pass.backend("aot_eager"), dynamic=True, mode=None)
     config = settings(varlen_compile_config=compilation, q_padding_interval_size=8, kv_padding_interval_size=64)
     with recording(model, config) as run:
         run.manager.warmup()
         warm = run.calls["step"]
         assert (run.session.read(np.arange(run.session.geometry.num_slots)) == -1).all()
-        outputs = run.serve(FEW)
-        assert len(outputs) == len(FEW) and truth.check(outputs)
+        assert truth.check(run.serve(FEW)) > 50
         assert run.calls["step"] > warm
     torch._dynamo.reset()

@@ -1,0 +1,62 @@
+"""Was every MoE layer written in this step? Asked when each step ends, before any of its rows is returned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from r3_pass.binding import Binding
+from r3_pass.errors import NoRouterFound, PartialCapture, RefusedConfiguration
+from r3_pass.structure import Block
+
+Reasons = Callable[[int], str]
+"""From a decoder layer to why its candidates were rejected, "" if none was."""
+
+_ADVICE = (
+    "Run r3_pass.explain(model, ...) for every candidate. A layer whose graph did not run fell back to eager: a graph "
+    "break inside it, a disabled region, Dynamo's recompilation limit (torch._dynamo.config.recompile_limit), or a call "
+    "that bypassed the compiled wrapper."
+)
+_LOOPS = (
+    " This model loops over its experts, which Dynamo traces only in what is compiled inside a step: call "
+    "torch._dynamo.reset() and run the step again."
+)
+_LISTED = 16
+
+
+def check_coverage(binding: Binding, reasons: Reasons | None) -> bool:
+    """Hold what ran in a step against what the model must have run.
+
+    Returns: True if every expected layer was seen to be written; False if a CUDA graph was replayed, whose own count tells.
+    Raises:
+        RefusedConfiguration: routing ran that has no fixed ids per token.
+        NoRouterFound: nothing was captured.
+        PartialCapture: some layers were, and others not.
+    """
+    if binding.refused:
+        raise RefusedConfiguration(
+            "the model routes in a way that cannot be recorded:\n  "
+            + "\n  ".join(binding.refused)
+            + "\nThere is no row of ids per token and layer that a trainer could replay; detach, or record another model."
+        )
+    if not binding.problems:
+        if binding.calls and all(binding.calls):
+            return True
+        if binding.captured and not any(binding.calls):
+            return False
+    written = [layer for layer, calls in zip(binding.layers, binding.calls, strict=True) if calls]
+    expected = binding.layers or binding.expected()
+    missing = [layer for layer in expected if layer not in written]
+    lines = [*binding.problems, *(f"layer {layer}: {_why(binding, layer, reasons)}" for layer in missing)][:_LISTED]
+    listed = "".join(f"\n  {line}" for line in lines)
+    advice = _ADVICE + (_LOOPS if binding.structure.separate_experts else "")
+    if not written and not binding.problems:
+        what = f" ({len(missing)} were expected):{listed}" if missing else ", and its modules show none."
+        name = type(binding.model).__name__
+        raise NoRouterFound(f"no compiled MoE layer of {name} ran in this step{what}\n{advice}")
+    raise PartialCapture(f"{len(written)} of {len(expected)} MoE layers were captured in this step.{listed}\n{advice}")
+
+
+def _why(binding: Binding, layer: int, reasons: Reasons | None) -> str:
+    module = binding.modules.get(layer, "expected")
+    evidence = binding.structure.experts.get(Block(binding.container or "", layer), module)
+    return f"{evidence}; {(reasons(layer) if reasons is not None else '') or 'no graph of it ran'}"
