@@ -8,11 +8,12 @@ WORKERS ?= 2
 TORCH_VERSIONS ?= 2.11.0 newest
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check test-versions wheel clean
+.PHONY: help venv demo test test-all check test-versions wheel clean
 
 help:
 	@echo 'make demo           record the routing of a small Qwen3-MoE, served by continuous batching'
-	@echo 'make test           the whole test suite'
+	@echo 'make test           the test suite'
+	@echo 'make test-all       the same, and every architecture in every way of compiling it (half an hour more)'
 	@echo 'make check          formatting, lints and types'
 	@echo 'make test-versions  the core tests on each torch of TORCH_VERSIONS ($(TORCH_VERSIONS))'
 	@echo 'make wheel          dist/: an sdist, and the wheel built from it'
@@ -33,6 +34,9 @@ demo: venv
 	$(BIN)/python examples/quickstart.py
 
 test: venv
+	$(BIN)/python -m pytest -n $(WORKERS) -m 'not slow'
+
+test-all: venv
 	$(BIN)/python -m pytest -n $(WORKERS)
 
 check: venv

@@ -304,6 +304,25 @@ def test_layers_that_only_their_graphs_show(top_k: Any, sessions: Attach) -> Non
     assert session.geometry.stored == (1, 2, 3)
 
 
+class Reversed(Decoder):
+    """The last layer runs first."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in reversed(self.layers):
+            x = layer(x)
+        return self.head(x)
+
+
+def test_layers_that_run_in_another_order(sessions: Attach) -> None:
+    """A layer that is found after one behind it moves that one's column: where it was placed before does not hold any more."""
+    torch.manual_seed(0)
+    model, backend = Reversed(layers=4, moe=lambda k: Unseen(k)).requires_grad_(False), r3_pass.backend("eager")
+    session = sessions(per_layer(model, backend), backend=backend)
+    for first in (0, 20):
+        assert (step(session, model, prompt(T), first) == truth(model, prompt(T))).all()
+
+
 def test_a_layer_that_appears_later_is_an_error(sessions: Attach) -> None:
     """Rows of earlier steps lack it: they would look dense there."""
     model, backend = decoder(layers=4, moe=lambda k: Unseen(k)), r3_pass.backend("eager")

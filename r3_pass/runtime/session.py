@@ -503,7 +503,6 @@ class Session:
         self._exporter.drain()
         self._arrivals.drop()
         if self._mapping is not None and self._binding.captured:
-            self._mapping.close()
             self._retired.append((self._mapping, self._binding.state, *self._binding.columns()))
         self._table = None
         self._buffer = None
