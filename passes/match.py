@@ -21,10 +21,11 @@ import torch
 from torch import fx
 
 from r3_pass.passes.site import Accepted, Match, Rejected
-from r3_pass.registry.dataflow import DataFlow, argument, dims, spelling, value
+from r3_pass.registry.dataflow import DataFlow, argument, dims, is_opaque, is_tensor, spelling, value, written
 from r3_pass.registry.dispatch import Dispatch, follow_ids
 from r3_pass.registry.form import RoutingForm, Selection
 from r3_pass.registry.forms import forms
+from r3_pass.registry.order import reordering
 from r3_pass.registry.scores import Root, Trace, index_mapping, trace_scores
 
 Decision = Accepted | Rejected
@@ -72,7 +73,45 @@ def match(graph: fx.Graph, broken: bool = False, weight: Callable[[fx.Node], boo
             )
         elif claims:
             decided.append((claims[0][1], *_decide(flow, *claims[0], broken)))
-    return _combine(flow, decided)
+    parts = {root for selection, _, decision in decided if isinstance(decision, Accepted) for root in selection.roots}
+    for number, (selection, trace, _) in enumerate(decided):
+        if selection.node in parts:
+            why = "its choice is a part of a later one (product keys)"
+            decided[number] = (selection, trace, _reject(selection.node, why))
+    found = _combine(flow, decided)
+    return Match(found.sites, found.rejected + _opaque(flow, found.sites))
+
+
+def _opaque(flow: DataFlow, sites: Sequence[Accepted]) -> tuple[Rejected, ...]:
+    """Custom operators that take activations and weights of which no site knows: a router inside one shows no ids."""
+    known = {weight for site in sites for weight in (*site.gate, *site.experts)}
+    found = []
+    for node in flow.nodes:
+        if not is_opaque(node) or not any(flow.kind(n) == "data" and is_tensor(n) for n in flow.inputs(node)):
+            continue
+        weights = {w for n in flow.inputs(node) if flow.kind(n) == "weight" for w in flow.weights(n)}
+        if (weights and not weights & known) or (_makes_integers(node) and not known):
+            why = f"{spelling(node)} is a custom operator: a router's choice inside it is not in the graph"
+            found.append(_reject(node, why, gate=tuple(weights)))
+    return tuple(found)
+
+
+def _makes_integers(node: fx.Node) -> bool:
+    """Whether an operator returns integers, or writes into some."""
+    results = value(node)
+    made = list(results) if isinstance(results, tuple | list) else [results]
+    made += [value(n) for n in written(node)]
+    return any(isinstance(r, torch.Tensor) and r.dtype in (torch.int64, torch.int32, torch.int16) for r in made)
+
+
+def _is_cache(weight: fx.Node) -> bool:
+    """A floating-point buffer in a graph that tells parameters from buffers: no router's weight, unless it is quantised."""
+    seen = value(weight)
+    if weight.op != "placeholder" or not isinstance(seen, torch.Tensor) or isinstance(seen, torch.nn.Parameter):
+        return False
+    if seen.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return False
+    return any(isinstance(value(n), torch.nn.Parameter) for n in weight.graph.nodes if n.op == "placeholder")
 
 
 def _decide(flow: DataFlow, form: RoutingForm, selection: Selection, broken: bool) -> tuple[Trace | None, Decision]:
@@ -92,6 +131,10 @@ def _decide(flow: DataFlow, form: RoutingForm, selection: Selection, broken: boo
     gate = tuple(dict.fromkeys(w for root in trace.roots for w in root.weights))
     if not trace.roots:
         return trace, _reject(node, trace.why_not, trace.over_tokens and _experts_choose(flow, selection))
+    if gate and all(map(_is_cache, gate)):
+        return trace, _reject(
+            node, "the scores are a product with a buffer (a cache or a memory), not with a parameter", gate=gate
+        )
     if all(isinstance(r.width, int) and r.width < experts for r in trace.roots) and len(trace.roots) == 1:
         return trace, _reject(
             node, f"it runs over {experts} values, the linear behind it has {trace.roots[0].width} outputs", gate=gate
@@ -106,6 +149,17 @@ def _decide(flow: DataFlow, form: RoutingForm, selection: Selection, broken: boo
     if trace.couples_tokens is not None and proved:
         why = f"the scores of one token depend on the other tokens of the batch ({trace.couples_tokens.name}: sinkhorn or the like)"
         return trace, _reject(node, why + ", so a token has no ids of its own to replay", True, gate)
+    if trace.starts_late is not None and any(spelling(n) in ("add", "sub") for n in dispatch.used):
+        why = f"it runs over a part of the router's outputs that starts past the first ({trace.starts_late.name}), and its ids are "
+        return trace, _reject(
+            node, why + "shifted before they reach experts: they do not number the experts", proved, gate
+        )
+    moved = next((m for root in trace.roots if root.weights and (m := reordering(flow, root.node)) is not None), None)
+    if moved is not None:
+        why = f"{spelling(moved)} ({moved.name}) moves tokens between the graph's inputs and the router"
+        return trace, _reject(node, why + ": rows would be in another order than the slot mapping", True, gate)
+    if altered := _altered(dispatch, recorded):
+        return trace, _reject(node, f"the ids that reach experts are not those that it chose: {altered}", True, gate)
     id_dim, top_k = _columns_of(selection, recorded)
     if top_k is None or (selection.needs_slice and recorded in selection.ids):
         why = (
@@ -193,14 +247,28 @@ def _recorded(flow: DataFlow, selection: Selection, dispatch: Dispatch) -> fx.No
     """Walk from the selection's indices to the last narrowing that all uses of the ids share."""
     alive = dispatch.used if dispatch.proved else set(dispatch.chain)
     current = next((i for i in selection.ids if i in alive), selection.ids[0])
-    while True:
+    while len(selection.ids) == 1 and current not in dispatch.direct and current not in flow.outputs:
         steps = [n for n, origin in dispatch.chain.items() if origin is current and n in alive]
-        if len(steps) != 1 or len(selection.ids) != 1:
-            return current
-        step = steps[0]
-        if not (_narrows(step) or spelling(step) in ("gather", "take_along_dim")):
-            return current
-        current = step
+        if len(steps) != 1 or not (_narrows(steps[0]) or _replaces(dispatch, current, steps[0])):
+            break
+        current = steps[0]
+    return current
+
+
+def _replaces(dispatch: Dispatch, ids: fx.Node, step: fx.Node) -> bool:
+    """`where(forced >= 0, forced, ids)` and the like: what is used, and so recorded, is the result."""
+    return step in dispatch.mixed and spelling(step) in ("where", "masked_scatter") and dims(step) == dims(ids)
+
+
+def _altered(dispatch: Dispatch, recorded: fx.Node) -> str:
+    """How the ids that reach experts differ from the recorded ones; "" if they do not."""
+    alive = dispatch.used if dispatch.proved else set(dispatch.chain)
+    before: set[fx.Node | None] = set()
+    step: fx.Node | None = recorded
+    while step is not None:
+        before.add(step)
+        step = dispatch.chain.get(step)
+    return next((how for node, how in dispatch.mixed.items() if node in alive and node not in before), "")
 
 
 def _narrows(node: fx.Node) -> bool:

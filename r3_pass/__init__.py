@@ -1,4 +1,4 @@
-"""Record and replay the expert routing of any MoE model as a compiler pass of torch.compile.
+"""Record the expert routing of any MoE model as a compiler pass of torch.compile.
 
 compiled = torch.compile(model, backend=r3_pass.backend())
 session = r3_pass.runtime.attach(engine)                       # or attach(compiled, num_slots=...)

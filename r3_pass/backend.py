@@ -64,7 +64,7 @@ class CompiledGraph:
     def __call__(self, *args: Any) -> Any:
         weights = self.witnesses.weights(args)
         binding = find_binding(weights, self.served, self._strangers)
-        if binding is None or binding.tokens is None or not weights:
+        if binding is None or not binding.recording or not weights:
             return self.plain(*args)
         binding.refuse(self.refused)
         try:
@@ -105,7 +105,7 @@ class RefusedGraph:
 
     def __call__(self, *args: Any) -> Any:
         binding = find_binding([args[i] for i in self._weights], tuple, {})
-        if binding is not None and binding.tokens is not None:
+        if binding is not None and binding.recording:
             binding.refuse(self.refused)
         return self.plain(*args)
 
@@ -180,7 +180,15 @@ def backend(inner: Inner = "inductor", *, mode: Mode = "record") -> Backend:
         inner: what compiles the rewritten graph: "inductor", "aot_eager", "eager", the name of any Dynamo backend, or
             a backend. Outputs are those of the same inner backend without r3_pass, bit for bit.
         mode: "record" is what is compiled now.
+
+    Raises: RefusedConfiguration if Dynamo knows no backend of that name, or the mode is not available.
     """
+    if not isinstance(inner, str) and not callable(inner):
+        raise ValueError(f"inner is the name of a Dynamo backend or a backend, got {inner!r}")
+    if isinstance(inner, str) and inner not in (known := torch._dynamo.list_backends(exclude_tags=())):
+        raise RefusedConfiguration(
+            f"inner={inner!r} is no Dynamo backend that is registered here. Known are {', '.join(known)}."
+        )
     if mode != "record":
         raise RefusedConfiguration(
             f"mode={mode!r} is not available in this version: only 'record' is. Use mode='record'."
@@ -193,4 +201,4 @@ def r3_pass(module: fx.GraphModule, example_inputs: Sequence[Any], **options: An
     chosen = dict(options.get("options") or {})
     inner = chosen.pop("inner", "inductor")
     passed = {**options, "options": chosen} if chosen else {k: v for k, v in options.items() if k != "options"}
-    return Backend(inner, "record")(module, example_inputs, **passed)
+    return backend(inner)(module, example_inputs, **passed)

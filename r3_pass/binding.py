@@ -10,6 +10,7 @@ Legend: T tokens in the step, M stored (MoE) layers, K top-k.
 from __future__ import annotations
 
 import dataclasses
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
@@ -21,9 +22,16 @@ from torch import Tensor, nn
 from r3_pass.errors import BufferLayoutError, RefusedConfiguration
 from r3_pass.passes.site import Rejected
 from r3_pass.passes.witness import Witnesses
-from r3_pass.structure import Block, Structure, block_of, inspect, named_weights
+from r3_pass.structure import Block, Structure, inspect, named_weights, numbered
 
 _OWNER = "_r3_owner"
+_ATTENTION = re.compile(r"(^|_)(attn|attention)$")
+ATTENTION = "attention experts, not the layer's MLP experts"
+
+
+def in_attention(path: str) -> bool:
+    """Whether a module path below a block goes through its attention."""
+    return any(_ATTENTION.search(part) for part in path.lower().split("."))
 
 
 class Owner:
@@ -40,7 +48,7 @@ class Owner:
 
     @property
     def blocks(self) -> frozenset[Block]:
-        return frozenset(b for name in self.names if (b := block_of(name)) is not None)
+        return frozenset(b for name in self.names if (b := self.binding.structure.block_of(name)) is not None)
 
 
 def owner_of(weight: Any) -> Owner | None:
@@ -83,7 +91,9 @@ class Binding:
     Attributes:
         buffer: int16 [S + 1, M, K], or None while nothing is allocated.
         state, mapping: persistent tensors of `passes.ops.record`.
-        tokens: T of the running step, None outside a step or while paused: then graphs run without recording.
+        tokens: T of the running step, None outside a step: then graphs run without recording.
+        paused: how many pauses are open, in any thread: while there is one, graphs run without recording.
+        num_layers: decoder layers as the user gave them; None if the structure tells.
         layers: stored layers in order; grows in the first step only.
         calls: how often each stored layer was written in the running step.
         captured: a CUDA graph holds the record op, so a step may run without the host seeing it.
@@ -91,7 +101,12 @@ class Binding:
     """
 
     def __init__(
-        self, model: nn.Module, device: torch.device, lay_out: Callable[[tuple[int, ...], int], None], mark: bool = True
+        self,
+        model: nn.Module,
+        device: torch.device,
+        lay_out: Callable[[tuple[int, ...], int], None],
+        mark: bool = True,
+        num_layers: int | None = None,
     ) -> None:
         self.model = model
         self._unmarked: dict[int, tuple[Any, Owner]] | None = None if mark else {}
@@ -102,6 +117,8 @@ class Binding:
         self.state = torch.zeros(0, dtype=torch.int32)
         self.mapping = torch.zeros(0, dtype=torch.int64)
         self.tokens: int | None = None
+        self.paused = 0
+        self.num_layers = num_layers
         self.layers: tuple[int, ...] = ()
         self.top_k = 0
         self.calls: list[int] = []
@@ -114,6 +131,7 @@ class Binding:
         self.modules: dict[int, str] = {}
         self.experts: dict[int, int] = {}
         self.lock = threading.RLock()
+        self._peers: dict[tuple[str, str], tuple[int, ...]] = {}
         self._lay_out = lay_out
         self._placements: dict[tuple[int, int], Placement] = {}
         self._read_by_graphs: list[
@@ -134,7 +152,7 @@ class Binding:
             return False
         names: dict[int, tuple[Any, list[str]]] = {}
         for name, weight in named_weights(self.model):
-            block = block_of(name)
+            block = self.structure.block_of(name)
             if block is None or block.container in self.structure.blocks or not self.structure.blocks:
                 names.setdefault(id(weight), (weight, []))[1].append(name)
             else:
@@ -165,7 +183,7 @@ class Binding:
         if changed or self.weights_replaced():
             self._forget_placements()
             self._links.clear()
-        first = next((weight for name, weight in self.model.named_parameters() if block_of(name) is not None), None)
+        first = next((weight for name, weight in self.model.named_parameters() if numbered(name)), None)
         if first is not None:
             self._link(first)
         return changed
@@ -218,9 +236,34 @@ class Binding:
         if owner is not None and owner.binding is self:
             delattr(weight, _OWNER)
 
+    @property
+    def recording(self) -> bool:
+        """Whether what runs now is a step's forward."""
+        return self.tokens is not None and not self.paused
+
+    def count_layers(self, container: str) -> int:
+        return self.num_layers or self.structure.num_layers(container)
+
     def expected(self) -> tuple[int, ...]:
-        """Layers that hold experts by the model's modules; all of them must be captured."""
-        return self.structure.expected(self.container) if self.container is not None else ()
+        """Layers that must be captured: they hold experts by the model's modules, or a router like that of a captured layer."""
+        if self.container is None:
+            return ()
+        seen = self.structure.expected(self.container, self.num_layers)
+        alike = (peers for (container, _), peers in self._peers.items() if container == self.container)
+        return tuple(sorted({*seen, *(layer for peers in alike for layer in peers)}))
+
+    def _find_peers(self, block: Block, gate: Sequence[Owner]) -> None:
+        """Expect every block of the list that has a router of the same name and shape, even where no experts are seen in it."""
+        for name in (n for owner in gate for n in owner.names if n.startswith(f"{block}.")):
+            inside = name.removeprefix(f"{block}.")
+            key = block.container, inside
+            if key in self._peers:
+                continue
+            held = dict(named_weights(self.model))
+            count = min(self.count_layers(block.container), self.structure.blocks.get(block.container, 0))
+            same = (i for i in range(count) if (w := held.get(f"{Block(block.container, i)}.{inside}")) is not None
+                    and w.shape == held[name].shape)  # fmt: skip
+            self._peers[key] = tuple(same)
 
     def columns(self) -> list[Tensor]:
         """What record ops in captured CUDA graphs read beside the buffer."""
@@ -263,8 +306,9 @@ class Binding:
             wanted = max(wanted, site.top_k)
         self.modules.update(found)
         placed.update(dict.fromkeys(enumerate(places)))
-        if not set(found) <= set(self.layers) or wanted > self.top_k:
-            self._lay_out(tuple(sorted({*self.layers, *found, *self.expected()})), max(wanted, self.top_k))
+        needed = {*found, *self.expected()}
+        if found and (not needed <= set(self.layers) or wanted > self.top_k):
+            self._lay_out(tuple(sorted({*self.layers, *needed})), max(wanted, self.top_k))
             self._forget_placements()  # their columns are those of the smaller buffer
         column = {layer: m for m, layer in enumerate(self.layers)}
         numbers = [column[p.block.index] if p.block is not None else -1 for p in places]
@@ -298,6 +342,10 @@ class Binding:
         candidates = _candidates([o.blocks for o in gate], [o.blocks for o in experts])
         if len(candidates) > 1:
             candidates = frozenset(b for b in candidates if _names(site.module, b)) or candidates
+        if not candidates and any(o.blocks for o in experts):
+            chosen = ", ".join(sorted({str(b) for o in experts for b in o.blocks}))
+            why = f"the ids of {module} choose experts of {chosen}: a row has room for a layer's own choice only"
+            return Place(None, module, why, f"{module or site.module}: {why}")
         if not candidates:
             why = "no weight of a decoder layer is in the same graph as the selection"
             return Place(None, module, why, f"{site.module or 'a graph'}: {why}" if site.proved else "")
@@ -307,19 +355,69 @@ class Binding:
             return Place(None, module, why, f"{module}: {why}")
         (block,) = candidates
         inside = module.removeprefix(f"{block}.")
-        if any("attn" in part or "attention" in part for part in inside.lower().split(".")):
-            return Place(None, module, "attention experts, not the layer's MLP experts")
-        if not site.proved and block not in self.structure.experts:
-            if not self.structure.may_route:
-                return Place(None, module, "the ids leave the graph, and the layer holds no experts")
-            if self.structure.experts:
-                why = "the ids leave the graph before they reach experts, and none are seen in the layer's modules"
-                return Place(None, module, why, f"{module}: {why}")
+        if in_attention(inside):
+            return Place(None, module, ATTENTION)
+        if not site.proved and (doubt := self._doubt(block, site.num_experts, gate)):
+            expected = block.container == self.container and block.index in self.expected()
+            packed = self._packed(block, site.num_experts, gate)
+            return Place(
+                None, module, doubt, f"{module}: {doubt}" if expected or (packed and self.structure.may_route) else ""
+            )
         self._check(block, module, site.num_experts)
-        count = self.structure.num_layers(block.container)
+        count = self.count_layers(block.container)
         if block.index >= count:
-            return Place(None, module, f"block {block.index} lies past the model's {count} layers (a drafter's)")
+            why = f"block {block.index} lies past the model's {count} layers (a drafter's)"
+            if self.num_layers is not None:
+                return Place(None, module, why)
+            advice = (
+                f"block {block.index} routes, but the config counts {count} layers. Pass num_layers={block.index + 1} to attach "
+                f"if it is a layer of the model, num_layers={count} if it is a drafter's"
+            )
+            return Place(None, module, why, f"{module}: {advice}")
+        self._find_peers(block, gate)
         return Place(block, module, "")
+
+    def _doubt(self, block: Block, num_experts: int, gate: Sequence[Owner]) -> str:
+        """Why ids that leave the graph may not be those of the experts that the block's modules show; "" if they are."""
+        left = "the ids leave the graph before they reach experts, and"
+        evidence = self.structure.experts.get(block)
+        if evidence is None:
+            if not self.structure.may_route:
+                return f"{left} the layer holds no experts"
+            packed = not self.structure.experts and self._packed(block, num_experts, gate)
+            return "" if packed else f"{left} none are seen in the layer's modules"
+        names = self._gates(block, gate)
+        if evidence.count < num_experts <= 2 * evidence.count:
+            if any(_shared(n, evidence.path) > _depth(block) for n in names):
+                return ""
+            return f"{left} it chooses among {num_experts}, away from where {evidence.text}"
+        if num_experts != evidence.count:
+            return f"{left} it chooses among {num_experts}, while {evidence.text}"
+        nearest = max((_shared(n, evidence.path) for n in names), default=0)
+        for name, weight in named_weights(self.model):
+            beside = name.rpartition(".")[0] != evidence.path.rpartition(".")[0] and not name.startswith(
+                f"{evidence.path}."
+            )
+            scores = weight.dim() == 2 and weight.shape[0] == evidence.count
+            if scores and beside and name.startswith(f"{block}.") and _shared(name, evidence.path) > nearest:
+                return f"{left} {name} is nearer to where {evidence.text}"
+        return ""
+
+    def _packed(self, block: Block, num_experts: int, gate: Sequence[Owner]) -> bool:
+        """Whether a matrix [E * f, .] near the gate could hold all experts in one."""
+        for gate_name in self._gates(block, gate):
+            around = gate_name.split(".")[:-1][:-2]
+            inside = ".".join(around) if len(around) > _depth(block) else str(block)
+            for name, weight in named_weights(self.model):
+                if name.startswith(f"{inside}.") and name != gate_name and weight.dim() == 2:
+                    rows = weight.shape[0]
+                    if rows > num_experts > 0 and rows % num_experts == 0:
+                        return True
+        return False
+
+    def _gates(self, block: Block, gate: Sequence[Owner]) -> list[str]:
+        """Names of a gate's weights in a block."""
+        return [n for owner in gate for n in owner.names if self.structure.block_of(n) == block]
 
     def _check(self, block: Block, module: str, experts: int) -> None:
         if self.container is None:
@@ -394,18 +492,31 @@ class Binding:
 
 
 def _candidates(gates: Sequence[frozenset[Block]], experts: Sequence[frozenset[Block]]) -> frozenset[Block]:
-    """The blocks that a site's weights name: those that all gates agree on, narrowed by the experts."""
-    named = [blocks for blocks in gates if blocks]
-    found = frozenset.intersection(*named) or frozenset.union(*named) if named else frozenset()
-    for blocks in experts:
-        found = (found & blocks or found) if found else blocks
-    return found
+    """The blocks that a site's weights name: those that all gates agree on, and all experts; none if these are of other blocks."""
+    scoring = [blocks for blocks in gates if blocks]
+    chosen = [blocks for blocks in experts if blocks]
+    found = (frozenset.intersection(*scoring) or frozenset.union(*scoring)) if scoring else frozenset()
+    if not chosen:
+        return found
+    held = frozenset.intersection(*chosen)
+    return found & held if found else held
 
 
 def _names(path: str, block: Block) -> bool:
     """Whether a module path, relative to the compiled frame, goes through the block: `layers.2.mlp` through `model.layers.2`."""
-    relative = block_of(f"{path}.")
-    return relative is not None and f".{block}".endswith(f".{relative}")
+    parts = path.split(".")
+    starts = (".".join(parts[: n + 1]) for n, part in enumerate(parts) if part.isdigit())
+    return any(f".{block}".endswith(f".{start}") for start in starts)
+
+
+def _shared(first: str, second: str) -> int:
+    """How many modules two paths have in common."""
+    pairs = zip(first.split("."), second.split("."), strict=False)
+    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(first.count("."), second.count(".")) + 1)
+
+
+def _depth(block: Block) -> int:
+    return str(block).count(".") + 1
 
 
 def find_binding(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import fx
 
-from r3_pass.binding import Place
+from r3_pass.binding import ATTENTION, Place, in_attention
 from r3_pass.passes.site import Accepted, Match
 from r3_pass.registry.dataflow import value
 
@@ -69,7 +69,7 @@ class GraphRecord:
             if place.block is not None:
                 entries[self._entry(self.found.sites[number], place.block.index, place.module)] = None
         for number, site in enumerate(self.found.sites):
-            if number not in placed:
+            if number not in placed and not in_attention(site.module):
                 entries[self._entry(site, site.layer, site.module)] = None
         return list(entries)
 
@@ -78,6 +78,10 @@ class GraphRecord:
 
     def rejected(self) -> list[RejectedEntry]:
         entries = [RejectedEntry(r.node, r.module, r.reason, r.routing, self.number) for r in self.found.rejected]
+        placed = {number for number, _ in tuple(self.placed)}
+        for number, site in enumerate(self.found.sites):
+            if number not in placed and in_attention(site.module):
+                entries.append(RejectedEntry(site.selections[0].name, site.module, ATTENTION, False, self.number))
         for number, place in tuple(self.placed):
             if place.block is None:
                 site = self.found.sites[number]

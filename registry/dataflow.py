@@ -32,6 +32,7 @@ _SYNONYMS = {
 }  # fmt: skip
 _INPLACE_OPERATORS = {
     operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod, operator.iand, operator.ior,
+    operator.ixor, operator.ilshift, operator.irshift, operator.ipow,
 }  # fmt: skip
 CREATION = frozenset({
     "zeros", "ones", "full", "empty", "arange", "zeros_like", "ones_like", "full_like", "empty_like", "new_zeros",
@@ -40,29 +41,20 @@ CREATION = frozenset({
 })  # fmt: skip
 """Operators whose result depends on the shape of their inputs at most, never on their values."""
 
+RANDOM = frozenset(
+    {"rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "randperm", "bernoulli", "multinomial"}
+)
+
 _INLINED = frozenset({
     "wrap", "tag_activation_checkpoint", "wrap_activation_checkpoint", "invoke_subgraph",
     "wrap_with_set_grad_enabled", "wrap_with_autocast", "hints_wrapper", "dynamo_bypassing_wrapper",
 })  # fmt: skip
 """Higher-order operators whose graph runs exactly once where they stand: no branch, no loop, no backward beside it."""
 
-CONTRACTIONS = frozenset(
-    [
-        "linear",
-        "matmul",
-        "mm",
-        "bmm",
-        "mv",
-        "addmm",
-        "baddbmm",
-        "einsum",
-        "tensordot",
-        "bilinear",
-        "grouped_mm",
-        "scaled_mm",
-        "dot",
-    ]
-)
+CONTRACTIONS = frozenset({
+    "linear", "matmul", "mm", "bmm", "mv", "addmm", "baddbmm", "einsum", "tensordot", "bilinear", "grouped_mm", "scaled_mm",
+    "int_mm", "dot",
+})  # fmt: skip
 """Operators that multiply and sum over a shared dimension."""
 
 
@@ -109,7 +101,8 @@ def is_inplace(node: fx.Node) -> bool:
 
 def written(node: fx.Node) -> list[fx.Node]:
     """The values that an operator changes: in place, by `out=`, or as its schema says. A Triton kernel may change any."""
-    found: list[Any] = [node.args[0]] if is_inplace(node) and node.args else []
+    first = node.args[0] if is_inplace(node) and node.args else None
+    found: list[Any] = [*first] if isinstance(first, tuple | list) else [first]
     out = node.kwargs.get("out")
     found.extend(out if isinstance(out, tuple | list) else [out])
     target = node.target
@@ -190,13 +183,6 @@ def bound(call: fx.Node, nested: fx.GraphModule) -> dict[fx.Node, Any]:
     return dict(zip(inner, given[len(given) - len(inner) :], strict=True)) if len(given) >= len(inner) else {}
 
 
-def _storage(base: fx.Node) -> Any:
-    """What two values that are no views share if they are one: the same item of an operator's results, say."""
-    if spelling(base) == "getitem" and isinstance(base.args[0], fx.Node) and not is_tensor(base.args[0]):
-        return base.args[0], base.args[1]
-    return base
-
-
 class DataFlow:
     """Producers and consumers of every value in a graph and in the graphs nested in it.
 
@@ -218,7 +204,6 @@ class DataFlow:
         self._users: dict[fx.Node, list[fx.Node]] = {}
         self._alias: dict[fx.Node, fx.Node] = {}
         self._latest: dict[fx.Node, fx.Node] = {}
-        self._written: dict[Any, int] = {}
         self._kinds: dict[fx.Node, str] = {}
         self._is_weight = is_weight
         self.graph = graph
@@ -259,7 +244,6 @@ class DataFlow:
             self.outputs.update(read)
         for target in written(node):
             bases = list(self._bases(self.resolve(target)))
-            self._written[_storage(bases[-1])] = self.order[node]
             if is_inplace(node) or "out" in node.kwargs:
                 self._latest.update(dict.fromkeys(bases, node))
 
@@ -299,9 +283,28 @@ class DataFlow:
         return (latest,) if dims(latest) == dims(node) else (node, latest)
 
     def overwritten(self, node: fx.Node) -> bool:
-        """Whether the value is changed in place after it was made, so that a later reader sees another one."""
-        *_, base = self._bases(node)
-        return self._written.get(_storage(base), -1) > self.order[node]
+        """Whether the value may be changed in place after it was made, so that a later reader sees another one.
+
+        Anything integer that is made of it counts as possibly sharing its memory: casts that do nothing and views of all kinds do.
+        """
+        producer = node.args[0] if spelling(node) == "getitem" and isinstance(node.args[0], fx.Node) else node
+        if producer.kwargs.get("out") is not None:
+            return True
+        reached, stack = {node, *self._bases(node)}, [node]
+        while stack:
+            for user in self.users(stack.pop()):
+                seen = value(user)
+                if user in reached or spelling(user) in CREATION or (is_tensor(user) and seen.dtype.is_floating_point):
+                    continue
+                reached.add(user)
+                stack.append(user)
+        changed = {
+            self.resolve(target)
+            for user in reached
+            for target in written(user)
+            if self.order.get(user, -1) > self.order[node]
+        }
+        return bool(changed & reached)
 
     # ---- reading ------------------------------------------------------------------------------------------------
     def resolve(self, node: fx.Node) -> fx.Node:

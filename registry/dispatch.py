@@ -26,11 +26,13 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from r3_pass.registry.dataflow import (
     CONTRACTIONS,
     CREATION,
+    RANDOM,
     DataFlow,
     argument,
     dims,
@@ -51,6 +53,13 @@ _REARRANGE = frozenset({
     "bfloat16", "long", "int", "repeat",
 })  # fmt: skip
 _GROUPED = frozenset(["grouped_mm"])
+_MIXING = frozenset(
+    {"add", "sub", "mul", "where", "masked_scatter", "setitem", "index_put", "maximum", "minimum", "xor"}
+)
+_SCORING = frozenset({
+    "softmax", "log_softmax", "sigmoid", "add", "mul", "div", "to", "float", "view", "masked_fill", "tanh", "exp", "getitem",
+    "where", "contiguous", "type_as", "transpose",
+})  # fmt: skip
 
 
 @dataclasses.dataclass
@@ -64,6 +73,8 @@ class Dispatch:
         used: IDS values from which a proof was reached.
         escapes: the ids leave the graph as a result.
         fates: what else they were used for, in words.
+        direct: IDS values that a proof starts from at once, without another IDS value between.
+        mixed: IDS values in which other choices than the selection's were mixed, and how.
     """
 
     events: dict[fx.Node, str] = dataclasses.field(default_factory=dict)
@@ -72,6 +83,8 @@ class Dispatch:
     used: set[fx.Node] = dataclasses.field(default_factory=set)
     escapes: bool = False
     fates: dict[str, None] = dataclasses.field(default_factory=dict)
+    direct: set[fx.Node] = dataclasses.field(default_factory=set)
+    mixed: dict[fx.Node, str] = dataclasses.field(default_factory=dict)
 
     @property
     def proved(self) -> bool:
@@ -82,8 +95,10 @@ class _Follow:
     def __init__(self, flow: DataFlow, ids: Sequence[fx.Node], roots: Sequence[Root], num_experts: Any) -> None:
         self.flow = flow
         self.roots = {r.node for r in roots}
+        self.gate = {w for r in roots for w in r.weights}
         self.first = min((flow.order[n] for n in (self.roots or set(ids)) if n in flow.order), default=0)
         self.experts = num_experts
+        self.starts = set(ids)
         self.found = Dispatch(chain=dict.fromkeys(ids))
         self.labels: dict[fx.Node, set[str]] = {}
         self.pending: list[tuple[fx.Node, str, fx.Node]] = [
@@ -92,8 +107,10 @@ class _Follow:
         self.vectors: dict[fx.Node, set[fx.Node]] = {}  # two-dimensional SEL: value -> sources
         self.vector_sources: set[fx.Node] = set()
         self.vector_hits: list[tuple[fx.Node, fx.Node]] = []
-        self.expert_params: set[tuple[fx.Node, str]] = set()
-        self.expert_hits: list[tuple[fx.Node, fx.Node, fx.Node]] = []
+        self.births: dict[fx.Node, fx.Node] = {}  # TOK: where its tokens were told apart from those of other experts
+        self.expert_hits: list[
+            tuple[fx.Node, fx.Node, fx.Node, fx.Node]
+        ] = []  # product, weight, birth, the IDS it came from
 
     def run(self) -> Dispatch:
         seen: set[tuple[fx.Node, str, fx.Node]] = set()
@@ -109,8 +126,11 @@ class _Follow:
             for user in self.flow.users(node):
                 if user.op != "output":
                     getattr(self, f"_{label.lower()}")(node, user, spelling(user), origin)
-        if len(self.expert_params) >= 2:
-            for user, weight, origin in self.expert_hits:
+        births = {birth: weight for _, weight, birth, _ in self.expert_hits}
+        if (
+            len(set(births.values())) >= 2
+        ):  # each its own tokens and its own weight: siblings, not the layers of one network
+            for user, weight, _, origin in self.expert_hits:
                 self._event(user, "experts", origin, [weight])
         if len(self.vector_sources) >= 2:
             for user, origin in self.vector_hits:
@@ -134,10 +154,89 @@ class _Follow:
 
     def _ids_go(self, node: fx.Node, user: fx.Node, origin: fx.Node) -> None:
         self.found.chain.setdefault(user, origin)
+        how = self._mixing(node, user)
+        if how:
+            self.found.mixed[user] = how
         self._go(user, IDS, user)
+
+    def _mixing(self, node: fx.Node, user: fx.Node) -> str:
+        """How an operator makes of the chosen ids something that no router chose for this token; "" if it does not."""
+        name = spelling(user)
+        if name in ("roll", "flip", "fliplr", "flipud"):
+            return f"{name} ({user.name}) moves them to other tokens or columns"
+        if name not in _MIXING:
+            return ""
+        for other in self._others(user, node):
+            seen = value(other)
+            if (
+                not is_tensor(other)
+                or seen.dtype.is_floating_point
+                or seen.dtype.is_complex
+                or seen.dtype == torch.bool
+            ):
+                continue
+            if all(size == 1 for size in dims(other)) or self.labels.get(other):
+                continue
+            if spelling(other) in RANDOM or (self.flow.kind(other) == "data" and not self._made_of_ids(other)):
+                return f"{name} ({user.name}) mixes them with other integers ({other.name})"
+        return ""
+
+    def _made_of_ids(self, node: fx.Node) -> bool:
+        """Whether a value comes from these ids (and their scores) alone: a place in an expert's queue, say."""
+        stack, seen, found = [node], {node}, False
+        while stack:
+            top = stack.pop()
+            if top in self.starts or top in self.roots:
+                found = True
+                continue
+            if self.flow.kind(top) != "data":
+                continue
+            if top.op == "placeholder" or self.flow.order[top] < self.first or spelling(top) in _SELECTIONS:
+                return False
+            for source in self.flow.inputs(top):
+                if source not in seen:
+                    seen.add(source)
+                    stack.append(source)
+        return found
+
+    def _depends(self, node: fx.Node) -> bool:
+        """Whether a value depends on these ids."""
+        stack, seen = [node], {node}
+        while stack:
+            top = stack.pop()
+            if top in self.starts:
+                return True
+            for source in self.flow.inputs(top):
+                if source not in seen and self.flow.order.get(source, 0) > self.first:
+                    seen.add(source)
+                    stack.append(source)
+        return False
+
+    def _told_apart(self, node: fx.Node, user: fx.Node, origin: fx.Node, birth: fx.Node | None = None) -> None:
+        """TOK goes on; a value that was split off another one is a set of tokens of its own."""
+        split = spelling(user) in ("getitem", "select", "unbind", "index_select", "narrow") and node in self.births
+        self.births.setdefault(user, birth or (user if split or node not in self.births else self.births[node]))
+        self._go(user, TOK, origin)
+
+    def _scores_a_choice(self, node: fx.Node) -> bool:
+        """Whether a product is scores of a further selection (a second level of routing), rather than an expert's work."""
+        stack, seen = [node], {node}
+        while stack and len(seen) < 40:
+            for user in self.flow.users(stack.pop()):
+                if (spelling(user) in _SELECTIONS and spelling(user) not in ("max", "min")) or _picks_along_a_dimension(
+                    user
+                ):
+                    return True
+                if user in seen or spelling(user) in CONTRACTIONS or is_opaque(user) or user.op == "output":
+                    continue
+                if spelling(user) in _SCORING:
+                    seen.add(user)
+                    stack.append(user)
+        return False
 
     def _event(self, user: fx.Node, kind: str, origin: fx.Node, weights: Sequence[fx.Node]) -> None:
         self.found.events[user] = kind
+        self.found.direct.add(origin)
         step: fx.Node | None = origin
         while step is not None and step not in self.found.used:
             self.found.used.add(step)
@@ -258,6 +357,10 @@ class _Follow:
         target = self.flow.operand(user, user.args[0]) if user.args else None
         if target is node:
             self._ids_go(node, user, origin)  # some ids are replaced: -1 for dropped tokens, say
+        elif name in ("index_copy", "index_add", "index_put") and any(
+            self._beyond(n) for n in self._others(user, node)
+        ):
+            self._told_apart(node, user, origin)  # tokens laid into their experts' buffers
         else:
             self._go(user, MASK, origin)
 
@@ -283,6 +386,8 @@ class _Follow:
             and len(dims(source)) <= 2
         ):
             self._ids_go(node, user, origin)  # a table from logical to physical ids, or back
+        elif kind == "weight" and set(self.flow.weights(source)) <= self.gate:
+            self.found.fates["they pick rows of the router's own weight (keys or codes)"] = None
         elif kind == "weight":
             self._go(user, SEL, origin)
             if len(dims(source)) < 3:
@@ -321,7 +426,7 @@ class _Follow:
             and tokens
             and self.flow.operand(user, user.args[0]) in tokens
         ):
-            self._go(user, TOK, origin)
+            self._told_apart(node, user, origin)
             return
         if name in CREATION:
             return
@@ -352,10 +457,10 @@ class _Follow:
         if self._made_by_experts(partner):
             self._event(user, "combine", origin, [])
         else:
-            self._go(user, TOK, origin)
-            if self.flow.order[partner] > self.first and self._own_expert(partner):
-                self.expert_params.add((partner, ""))
-                self.expert_hits.append((user, partner, origin))
+            self._told_apart(user, user, origin)
+            late = self.flow.order[partner] > self.first
+            if late and self._own_expert(partner) and not self._depends(partner):
+                self.expert_hits.append((user, partner, self.births[user], origin))
 
     def _own_expert(self, partner: fx.Node) -> bool:
         """True if the value is what one expert makes of the token: contracted with a weight since the router."""
@@ -386,7 +491,7 @@ class _Follow:
             elif source is not None and IDS in self.labels.get(source, ()):
                 self._ids_go(node, user, origin)
             elif source is not None and self._beyond(source):
-                self._go(user, TOK, origin)
+                self._told_apart(node, user, origin)
             elif source is not None and self.flow.kind(source) == "const":
                 self._go(user, PERM, origin)
             elif source is not None and self.flow.kind(source) == "data":
@@ -415,6 +520,9 @@ class _Follow:
             n for n in others if self._beyond(n) or TOK in self.labels.get(n, ()) or PROD in self.labels.get(n, ())
         ]
         vector = self.vectors.get(node)
+        if (name in CONTRACTIONS or is_opaque(user)) and tokens and self._scores_a_choice(user):
+            self.found.fates["they pick a second router, whose choice this is not"] = None
+            return
         if (name in CONTRACTIONS or is_opaque(user)) and tokens:
             self._event(user, "weights", origin, [node]) if vector is None else self.vector_hits.append((user, origin))
             if vector is None:
@@ -466,9 +574,8 @@ class _Follow:
             if any(len(dims(w)) >= 3 and self.experts in dims(w) for w in weights) and name not in _GROUPED:
                 self._event(user, "experts", origin, weights)
             elif weights and name not in _GROUPED:
-                for weight in weights:
-                    self.expert_params.add((weight, str(weight.args[1:]) if spelling(weight) == "getitem" else ""))
-                    self.expert_hits.append((user, weight, origin))
+                birth = self.births.get(node, node)
+                self.expert_hits.extend((user, weight, birth, origin) for weight in weights)
             return
         if (
             name in _SELECTIONS
@@ -478,7 +585,12 @@ class _Follow:
             return
         results = [user] if is_tensor(user) else list(self.flow.users(user))
         for result in results:
-            self._go(result, TOK, origin)
+            self._told_apart(node, result, origin)
+
+
+def _picks_along_a_dimension(node: fx.Node) -> bool:
+    """`max(dim)` or `min(dim)`, which return indices as well."""
+    return spelling(node) in ("max", "min") and not is_tensor(node)
 
 
 def _indexed_dimension(user: fx.Node, ids: fx.Node, flow: DataFlow) -> int | None:

@@ -64,6 +64,7 @@ class Trace:
     roots: list[Root] = dataclasses.field(default_factory=list)
     passed: list[fx.Node] = dataclasses.field(default_factory=list)
     couples_tokens: fx.Node | None = None
+    starts_late: fx.Node | None = None
     over_tokens: bool = False
     dead_ends: list[str] = dataclasses.field(default_factory=list)
 
@@ -118,7 +119,7 @@ def _step(
         return _through_getitem(flow, node, span, trace)
     if name in CREATION or not shape:
         return []
-    if name in ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm"):
+    if name in ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "int_mm"):
         return _through_product(flow, node, name, span, trace)
     if name == "einsum":
         return _through_einsum(flow, node, span, trace)
@@ -293,10 +294,26 @@ def _through_getitem(flow: DataFlow, node: fx.Node, span: Span, trace: Trace) ->
         trace.dead_ends.append(f"the scores are picked by an index tensor ({node.name})")
         return []
     moved = [mapping[d] for d in range(span[0], span[1] + 1) if d < len(mapping) and mapping[d] is not None]
+    if any(_starts_late(index, len(dims(source)), d) for d in moved):
+        trace.starts_late = node
     if len(moved) != span[1] - span[0] + 1:
         trace.dead_ends.append(f"indexing ({node.name}) makes the selected dimension")
         return []
     return [(source, (moved[0], moved[-1]))]  # type: ignore[list-item]  # the Nones were filtered
+
+
+def _starts_late(index: Sequence[Any], rank: int, dim: int | None) -> bool:
+    """Whether basic indexing keeps a dimension from another place than its beginning on."""
+    used = sum(1 for i in index if i is not None and i is not Ellipsis)
+    at = 0
+    for item in index:
+        if item is Ellipsis:
+            at += rank - used
+        elif item is not None:
+            if at == dim and isinstance(item, slice) and item.start not in (None, 0):
+                return True
+            at += 1
+    return False
 
 
 def index_mapping(index: Sequence[Any], rank: int) -> list[int | None] | None:
@@ -331,6 +348,9 @@ def _through_result(
     if first is None:
         return []
     if name in ("chunk", "split", "tensor_split", "split_with_sizes"):
+        axis = argument(source, 2, "dim", default=0)
+        if node.args[1] != 0 and isinstance(axis, int) and axis % len(dims(first)) in range(span[0], span[1] + 1):
+            trace.starts_late = node
         return [(first, span)]
     if name == "unbind":
         axis = int(argument(source, 1, "dim", default=0)) % len(dims(first))

@@ -76,10 +76,13 @@ def record(case: Case, model: nn.Module, recorder: Recorder, args: tuple[Tensor,
     return ("wrong", wrong) if wrong else ("captured", "")
 
 
-def test_a_loop_over_experts_is_recorded_after_a_call_outside_of_any_step() -> None:
-    """A warm-up before the first step must not leave Dynamo with a frame that it runs eagerly from then on."""
+def test_a_loop_over_experts_after_a_call_outside_of_any_step() -> None:
+    """A warm-up before the first step leaves Dynamo with a frame that it runs eagerly from then on: refused, with the way out."""
     case = CASES["loop_over_experts"]
     model, inputs = case.build()
     with torch.no_grad(), recording(model) as recorder:
         seeded_call(recorder.compiled, inputs[0])
+        with pytest.raises(r3_pass.R3Error, match=r"call torch\._dynamo\.reset\(\) and run the step again"):
+            record(case, model, recorder, inputs[0])
+        torch._dynamo.reset()
         assert record(case, model, recorder, inputs[0]) == ("captured", "")

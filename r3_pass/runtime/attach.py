@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from r3_pass.backend import Backend
-from r3_pass.errors import NoRouterFound, R3Error, RefusedConfiguration, UnsupportedEngine
+from r3_pass.errors import NoRouterFound, RefusedConfiguration, UnsupportedEngine
 from r3_pass.runtime.engines import ADAPTERS
 from r3_pass.runtime.engines.base import EngineAdapter
-from r3_pass.runtime.session import Session
-from r3_pass.structure import block_of, inspect, text_config
+from r3_pass.runtime.session import Session, count
+from r3_pass.structure import inspect, numbered, text_config
 
 
 def attach(
@@ -42,15 +42,19 @@ def attach(
         UnsupportedEngine: nothing knows such an object.
         NoRouterFound: the model is dense.
         RefusedConfiguration: a model of a kind that cannot be recorded, or one that has a session already.
+        ValueError: an argument of a wrong type, or a count below 1; the model is not changed by any attach that raises.
     """
+    if not (backend is None or isinstance(backend, Backend | str)):
+        raise ValueError(f"backend is what r3_pass.backend() returned, got {backend!r}")
     if isinstance(backend, str) and backend != "r3_pass":
         raise RefusedConfiguration(
             f"backend={backend!r} does not record. Compile with backend=r3_pass.backend(inner={backend!r})."
         )
+    for name, given in (("num_slots", num_slots), ("max_tokens", max_tokens), ("num_layers", num_layers)):
+        if given is not None:
+            count(name, given)
     if num_slots is None:
         return _attach_engine(engine, backend, num_layers)
-    if num_slots < 1 or (max_tokens is not None and max_tokens < 1):
-        raise ValueError(f"num_slots and max_tokens count from 1, got num_slots={num_slots}, max_tokens={max_tokens}")
     model, found = unwrap(engine)
     chosen = backend if isinstance(backend, Backend) else found
     _refuse_model(model)
@@ -79,7 +83,7 @@ def _attach_engine(engine: Any, backend: Backend | str | None, num_layers: int |
     try:
         session = _session_of(adapter, backend, num_layers)
         adapter.install(session)
-    except R3Error:
+    except BaseException:
         adapter.uninstall()
         if session is not None:
             session.detach()
@@ -158,13 +162,21 @@ def _numbers(module: str) -> set[int]:
 
 def _refuse_model(model: nn.Module) -> None:
     structure = inspect(model)
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False) or getattr(
+    flagged = getattr(getattr(model, "config", None), "is_encoder_decoder", False) or getattr(
         text_config(model), "is_encoder_decoder", False
-    ):
+    )
+    if flagged and len(structure.blocks) > 1:  # the parts of such a model share its config
         raise RefusedConfiguration(
             f"{type(model).__name__} is an encoder-decoder: layers of both number from 0, and routed_experts has "
             "one axis of layers. "
             "Compile and attach the decoder by itself: attach(model.get_decoder(), backend=backend, num_slots=...)."
+        )
+    if structure.lists.nested:
+        nested = " and ".join(map(repr, structure.lists.nested))
+        raise RefusedConfiguration(
+            f"{type(model).__name__} has lists of blocks inside one another, {nested}, and neither is as long as its config says: "
+            "which of them counts the decoder layers cannot be told. Attach the submodule that holds one list of layers: "
+            "attach(model.get_submodule(...), backend=backend, num_slots=...)."
         )
     if not structure.may_route:
         raise NoRouterFound(
@@ -176,6 +188,6 @@ def _refuse_model(model: nn.Module) -> None:
 def _device_of(model: nn.Module) -> torch.device:
     named = list(model.named_parameters())
     return next(
-        (p.device for name, p in named if block_of(name) is not None),
+        (p.device for name, p in named if numbered(name)),
         named[0][1].device if named else torch.device("cpu"),
     )

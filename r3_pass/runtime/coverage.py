@@ -48,15 +48,43 @@ def check_coverage(binding: Binding, reasons: Reasons | None) -> bool:
     missing = [layer for layer in expected if layer not in written]
     lines = [*binding.problems, *(f"layer {layer}: {_why(binding, layer, reasons)}" for layer in missing)][:_LISTED]
     listed = "".join(f"\n  {line}" for line in lines)
-    advice = _ADVICE + (_LOOPS if binding.structure.separate_experts else "")
+    advice = (_nothing_expected(binding) if not expected else _ADVICE) + (
+        _LOOPS if binding.structure.separate_experts else ""
+    )
+    name = type(binding.model).__name__
+    if not expected:
+        raise NoRouterFound(f"no MoE layer of {name} could be captured in this step.{listed}\n{advice}")
     if not written and not binding.problems:
-        what = f" ({len(missing)} were expected):{listed}" if missing else ", and its modules show none."
-        name = type(binding.model).__name__
+        what = f" ({len(missing)} were expected):{listed}"
         raise NoRouterFound(f"no compiled MoE layer of {name} ran in this step{what}\n{advice}")
     raise PartialCapture(f"{len(written)} of {len(expected)} MoE layers were captured in this step.{listed}\n{advice}")
 
 
+def _nothing_expected(binding: Binding) -> str:
+    """Why no layer was expected to route, and what to do about it."""
+    structure = binding.structure
+    past = [evidence.text for block, evidence in structure.experts.items() if block.container == binding.container]
+    if past:
+        count = binding.count_layers(binding.container or "")
+        whose = "num_layers= says" if binding.num_layers is not None else "the config says"
+        return (
+            f"{past[0]}, but that lies past the {count} decoder layers that {whose}. Pass num_layers= the number of decoder "
+            "layers to attach. "
+        ) + _ADVICE
+    if len({block.container for block in structure.experts}) > 1:
+        lists = ", ".join(sorted({repr(block.container) for block in structure.experts}))
+        return f"Experts are in several lists of blocks: {lists}. Attach the module that holds one of them. " + _ADVICE
+    if structure.loose or not structure.blocks:
+        what = f"{structure.loose[0]} holds experts, but" if structure.loose else "The model has"
+        return (
+            f"{what} no numbered module around its layers, and the number is what tells which decoder layer a row is of. Put the "
+            "blocks in a torch.nn.ModuleList (layers.0, layers.1, ...), or attach a module in which they are. "
+        ) + _ADVICE
+    return "The modules of the model show no experts. " + _ADVICE
+
+
 def _why(binding: Binding, layer: int, reasons: Reasons | None) -> str:
     module = binding.modules.get(layer, "expected")
-    evidence = binding.structure.experts.get(Block(binding.container or "", layer), module)
-    return f"{evidence}; {(reasons(layer) if reasons is not None else '') or 'no graph of it ran'}"
+    evidence = binding.structure.experts.get(Block(binding.container or "", layer))
+    seen = evidence.text if evidence is not None else module
+    return f"{seen}; {(reasons(layer) if reasons is not None else '') or 'no graph of it ran'}"

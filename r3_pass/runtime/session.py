@@ -62,6 +62,13 @@ class Session:
         reasons: Reasons | None = None,
         call: Any = None,
     ) -> None:
+        if num_slots is not None:
+            num_slots, max_tokens = (
+                count("num_slots", num_slots),
+                count("max_tokens", num_slots if max_tokens is None else max_tokens),
+            )
+        if num_layers is not None:
+            num_layers = count("num_layers", num_layers)
         self.version: Hashable = None
         self._lock = threading.RLock()
         self._num_layers = num_layers
@@ -82,10 +89,14 @@ class Session:
         self._versions: list[tuple[int, Hashable]] = []  # number of the first row that each version of the weights made
         # What CUDA graphs of a released buffer still read: it tells them to write nothing.
         self._retired: list[tuple[object, ...]] = []
-        self._binding = Binding(model, device, self._lay_out)
+        self._binding = Binding(model, device, self._lay_out, num_layers=num_layers)
         self.loops_over_experts = self._binding.structure.separate_experts
-        if num_slots is not None:
-            self._wake(num_slots, max_tokens or num_slots)
+        if num_slots is not None and max_tokens is not None:
+            try:
+                self._wake(num_slots, max_tokens)
+            except BaseException:
+                self._binding.release_weights()
+                raise
 
     # ---- layout -------------------------------------------------------------------------------------------------
     @property
@@ -112,8 +123,8 @@ class Session:
 
     def _wake(self, num_slots: int, max_tokens: int) -> None:
         binding = self._binding
-        self._num_slots = num_slots
         self._mapping = SlotMapping(max_tokens, self._device)
+        self._num_slots = num_slots
         binding.mapping = self._mapping.static
         layers = binding.layers or binding.expected()
         top_k = binding.top_k or binding.structure.top_k or 0
@@ -158,7 +169,7 @@ class Session:
         if self._num_layers is not None:
             return self._num_layers
         container = self._binding.container
-        known = self._binding.structure.num_layers(container) if container is not None else 0
+        known = self._binding.count_layers(container) if container is not None else 0
         return max(known, layers[-1] + 1)
 
     # ---- steps --------------------------------------------------------------------------------------------------
@@ -172,9 +183,10 @@ class Session:
 
         Raises, when entered: BufferLayoutError for a mapping that cannot be, MissingRoutes for a gap, and what an
         earlier step found
-            out too late to raise itself. When left: PartialCapture or NoRouterFound if a layer was not written.
+            out too late to raise itself; RefusedConfiguration inside `paused`. When left: PartialCapture or NoRouterFound if a
+            layer was not written, RefusedConfiguration if a pause is still open. ValueError for segments that are none.
         """
-        return _Step(self, slot_mapping, SegmentBatch.of(segments))
+        return _Step(self, slot_mapping, _batch_of(segments))
 
     def _enter(self, step: _Step) -> None:
         with self._lock:
@@ -199,6 +211,11 @@ class Session:
                     "step first (with all slots -1), then capture the forward inside it."
                 )
             binding = self._binding
+            if binding.paused:
+                raise RefusedConfiguration(
+                    "a step was entered while session.paused() is open, so its forward would not be recorded. Leave the pause "
+                    "first (of every thread), or pause inside the step."
+                )
             if binding.weights_replaced():
                 binding.claim()
             checked = self._mapping.check(step.slots, self._num_slots, step.batch.num_tokens)
@@ -235,11 +252,16 @@ class Session:
             if binding.ran_on is not None and binding.ran_on != (now := torch.cuda.current_stream(self._device)):
                 now.wait_stream(binding.ran_on)
             binding.entered_on = binding.ran_on = None
-            if self._mapping is not None and (binding.captured or failed):
+            if self._mapping is not None and (binding.captured or failed or binding.paused):
                 self._mapping.close()
-            if failed:
+            if failed or binding.paused:
                 self._give_up(tokens)
-                return
+                if failed:
+                    return
+                raise RefusedConfiguration(
+                    "a pause was open when the step ended (session.paused(), in this thread or another): what ran in it was not "
+                    "recorded, so the step's rows are void. Leave the pause before the step ends, and pause in one thread only."
+                )
             if tokens:
                 try:
                     self._proved = check_coverage(binding, self._reasons) or self._proved
@@ -267,7 +289,8 @@ class Session:
         """After a step that failed: slots of which only some layers were written are void, and the next step starts afresh."""
         binding = self._binding
         complete = bool(binding.calls) and all(binding.calls) and not binding.problems and not binding.refused
-        written = binding.captured or any(binding.calls)
+        complete = complete and not binding.paused
+        written = binding.captured or any(binding.calls) or binding.paused > 0
         if tokens and self._buffer is not None and self._mapping is not None and written and not complete:
             self._buffer.void(self._mapping.slots(tokens))
         binding.state.zero_()
@@ -296,11 +319,12 @@ class Session:
             self._usable()
             buffer = self._laid_out()
             assert self._table is not None
-            if not len(slots):  # type: ignore[arg-type]  # sized: a tensor or an array
+            length = _length(slots)
+            if not length:
                 return
-            batch = SegmentBatch((request_id,), (start,), (len(slots),))  # type: ignore[arg-type]
+            batch = _batch_of(SegmentBatch((request_id,), (start,), (length,)))
             self._table.check(batch)
-            before = self._table.end(request_id)
+            known, before = request_id in self._table, self._table.end(request_id)
             chunks = self._exporter.gather_chunks(buffer, slots)
             first = self._table.extend(batch)
             for pending in chunks:
@@ -315,6 +339,8 @@ class Session:
                 if void.size:
                     position = start + int(void[0])
                     self._table.truncate(request_id, min(before, position))
+                    if not known:
+                        self._table.drop(request_id)
                     given = torch.as_tensor(slots)
                     raise StaleRoutes(
                         f"request {request_id!r}, position {position}: the row of slot "
@@ -334,6 +360,7 @@ class Session:
         """KV was copied from the first to the second slots: the rows go along."""
         with self._lock:
             self._usable()
+            _distinct(dst_slots)
             if self._buffer is not None:
                 self._buffer.move(src_slots, dst_slots)
 
@@ -351,12 +378,14 @@ class Session:
         """
         with self._lock:
             self._usable()
+            _distinct(slots)
             restore(self._laid_out(), slots, rows, self.version)
 
     def preempt(self, request_id: Hashable, num_tokens: int) -> None:
         """The request will be forwarded again; rows of its first num_tokens - 1 positions that were exported stay what they are."""
         with self._lock:
             self._usable()
+            num_tokens = _tokens(request_id, num_tokens)
             if self._table is not None:
                 self._table.preempt(request_id, num_tokens)
 
@@ -369,6 +398,7 @@ class Session:
         """
         with self._lock:
             self._usable()
+            num_tokens = _tokens(request_id, num_tokens)
             if self._table is None:
                 raise MissingRoutes(
                     f"request {request_id!r} is unknown: no step has run. Pass segments with every step."
@@ -382,6 +412,7 @@ class Session:
         """The rows that an aborted request has, from position 0 on without a gap, num_tokens - 1 at most; it is forgotten."""
         with self._lock:
             self._usable()
+            num_tokens = _tokens(request_id, num_tokens)
             if self._table is None:
                 geometry = self._buffer.geometry if self._buffer is not None else None
                 return np.full(
@@ -522,26 +553,33 @@ class Session:
         with self._lock:
             self._usable()
             self._between_steps("wake")
+            num_slots = count("num_slots", num_slots)
+            max_tokens = num_slots if max_tokens is None else count("max_tokens", max_tokens)
             self._release()
             self._proved = False
-            self._wake(num_slots, max_tokens or num_slots)
+            try:
+                self._wake(num_slots, max_tokens)
+            except BaseException:
+                self._release()
+                raise
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Forwards inside write nothing: dummy runs, warm-up, a drafter that shares the target's graphs."""
         with self._lock:
             self._usable()
-            held, self._binding.tokens = self._binding.tokens, None
-            if held is not None and self._binding.captured and self._mapping is not None:
+            binding = self._binding
+            binding.paused += 1
+            if binding.tokens is not None and binding.captured and self._mapping is not None:
                 self._mapping.close()
         try:
             yield
         finally:
             with self._lock:
-                if held is not None and not self._detached:
-                    self._binding.tokens = held
-                    if self._binding.captured and self._mapping is not None:
-                        self._mapping.open(held)
+                binding.paused -= 1
+                goes_on = not binding.paused and binding.tokens is not None
+                if goes_on and binding.captured and self._mapping is not None:
+                    self._mapping.open(binding.tokens or 0)
 
     def detach(self) -> None:
         """Restore everything: the engine's methods, the model's weights; the compiled model runs its plain graphs again."""
@@ -565,6 +603,77 @@ class Session:
             if self._table is not None:
                 self._table.check_integrity()
             assert self._step is not None or self._binding.tokens is None
+
+
+def count(name: str, value: object) -> int:
+    """A number of things, at least one.
+
+    Raises: ValueError if it is something else.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+        raise ValueError(
+            f"num_slots, max_tokens and num_layers are whole numbers that count from 1, got {name}={value!r}"
+        )
+    return int(value)
+
+
+def _tokens(request_id: Hashable, num_tokens: object) -> int:
+    """num_tokens of a request, both of them checked; how few it may be is the table's business."""
+    _check_id(request_id)
+    if isinstance(num_tokens, bool) or not isinstance(num_tokens, int | np.integer):
+        raise ValueError(f"request {request_id!r}: num_tokens is a whole number, got {num_tokens!r}")
+    return int(num_tokens)
+
+
+def _check_id(request_id: object) -> None:
+    try:
+        hash(request_id)
+    except TypeError as error:
+        raise ValueError(f"a request id must be hashable, got {request_id!r}") from error
+
+
+def _batch_of(segments: object) -> SegmentBatch:
+    """Segments as columns.
+
+    Raises: ValueError if they are no segments, or a request id is not hashable.
+    """
+    batch = segments
+    if not isinstance(batch, SegmentBatch):
+        if not isinstance(segments, Iterable):
+            raise ValueError(f"segments are Segment(request_id, start, length) in a list, got {segments!r}")
+        listed = list(segments)
+        wrong = next((s for s in listed if not isinstance(s, tuple | list) or len(s) != 3), None)
+        if wrong is not None:
+            raise ValueError(f"a segment is Segment(request_id, start, length), got {wrong!r}")
+        batch = SegmentBatch.of(listed)
+    _check_id(batch.request_ids)
+    return batch
+
+
+def _length(slots: object) -> int:
+    """How many slots there are.
+
+    Raises: ValueError if they are no vector.
+    """
+    given = slots if isinstance(slots, Tensor) else np.asarray(slots)
+    if given.ndim != 1:
+        raise ValueError(f"slots are a vector of integers, one a position, got {type(slots).__name__} {given!r}")
+    return int(given.shape[0])
+
+
+def _distinct(slots: Slots) -> None:
+    """Raises ValueError if a slot on the host stands twice among those that are written."""
+    if isinstance(slots, Tensor) and slots.device.type != "cpu":
+        return
+    given = np.asarray(slots)
+    if given.ndim != 1 or given.dtype.kind not in "iu":
+        return  # the buffer says what is wrong
+    ordered = np.sort(given[given >= 0])
+    twice = ordered[1:][ordered[1:] == ordered[:-1]]
+    if twice.size:
+        raise ValueError(
+            f"slot {int(twice[0])} stands twice among the slots that are written: which row would it hold?"
+        )
 
 
 class _Step:

@@ -339,7 +339,7 @@ def checkpointed_blocks() -> nn.Module:
     return Checkpointed([Block(MoE(softmax_topk, permuted, gate=gate())) for _ in range(2)])
 
 
-@captured()
+@captured(also=("refused", "nothing"))
 def vectorised_experts() -> nn.Module:
     """One module, vmapped over stacked parameters; the chosen outputs are gathered."""
 

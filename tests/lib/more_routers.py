@@ -27,7 +27,7 @@ from tiny import (
 from torch import Tensor, nn
 
 MORE_ROUTERS = Cases()
-captured = MORE_ROUTERS.captured
+captured, refused = MORE_ROUTERS.captured, MORE_ROUTERS.refused
 
 
 def choose(moe: Any, logits: Tensor, k: int = 2) -> tuple[Tensor, Tensor]:
@@ -38,9 +38,9 @@ def choose(moe: Any, logits: Tensor, k: int = 2) -> tuple[Tensor, Tensor]:
 
 
 # ---- where the logits come from --------------------------------------------------------------------------------------
-@captured()
+@refused("moves tokens between the graph's inputs and the router")
 def sequence_first() -> nn.Module:
-    """Megatron: activations are [S, B, D]; rows are the router's own flattened order."""
+    """Megatron: activations are [S, B, D], so rows would come in another order than the tokens of the slot mapping."""
 
     class Transposed(Net):
         def forward(self, ids: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ def two_layer_gate() -> nn.Module:
     return stack(made)
 
 
-@captured()
+@captured(also=("refused", "nothing"))
 def attention_router() -> nn.Module:
     """Yuan 2.0-M32: the experts attend to each other; the scores are a product of values that all come from the router's weight."""
 
@@ -508,7 +508,7 @@ def single_neuron_experts() -> nn.Module:
     return stack(made)
 
 
-@captured()
+@captured(also=("refused", "nothing"))
 def choice_into_buffers() -> nn.Module:
     """`topk(out=...)` into tensors that were made before."""
 
