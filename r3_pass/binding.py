@@ -370,7 +370,7 @@ class Binding:
             if self.num_layers is not None:
                 return Place(None, module, why)
             advice = (
-                f"block {block.index} routes, but the config counts {count} layers. Pass num_layers={block.index + 1} to attach "
+                f"block {block.index} routes, but the model has {count} layers by its config. Pass num_layers={block.index + 1} to attach "
                 f"if it is a layer of the model, num_layers={count} if it is a drafter's"
             )
             return Place(None, module, why, f"{module}: {advice}")

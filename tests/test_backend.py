@@ -323,16 +323,16 @@ def test_layers_that_run_in_another_order(sessions: Attach) -> None:
         assert (step(session, model, prompt(T), first) == truth(model, prompt(T))).all()
 
 
-def test_a_layer_that_appears_later_is_an_error(sessions: Attach) -> None:
-    """Rows of earlier steps lack it: they would look dense there."""
+def test_a_layer_like_the_captured_ones_is_expected(sessions: Attach) -> None:
+    """Experts of no known structure, one layer not compiled: it would read -1 in silence, as if it were dense."""
     model, backend = decoder(layers=4, moe=lambda k: Unseen(k)), r3_pass.backend("eager")
     for layer in model.layers[:3]:
         layer.compile(backend=backend)
     session = sessions(model, backend=backend)
-    step(session, model, prompt(T))
-    model.layers[3].compile(backend=backend)
-    with pytest.raises(r3_pass.BufferLayoutError, match=r"\[3\].*Compile all of the model"):
+    with pytest.raises(r3_pass.PartialCapture, match="layer 3"):
         step(session, model, prompt(T))
+    model.layers[3].compile(backend=backend)
+    step(session, model, prompt(T))
 
 
 def test_blocks_that_hang_in_a_sequential(sessions: Attach) -> None:

@@ -179,3 +179,64 @@ def test_two_lists_with_experts() -> None:
     model = decoder(layers=2)
     model.other = decoder(layers=2).layers
     assert inspect(model).main_container is None
+
+
+# ---- lists inside lists ---------------------------------------------------------------------------------------------
+class Holder(nn.Module):
+    """Whatever modules, by name."""
+
+    def __init__(self, **children: nn.Module) -> None:
+        super().__init__()
+        for name, child in children.items():
+            self.add_module(name, child)
+
+
+def listed(*children: nn.Module) -> nn.ModuleList:
+    return nn.ModuleList(children)
+
+
+def stages(lengths: list[int], **config: int) -> nn.Module:
+    model = Holder(stages=listed(*(Holder(blocks=listed(*(Holder(mlp=Moe()) for _ in range(n)))) for n in lengths)))
+    model.config = types.SimpleNamespace(**config)  # type: ignore[assignment]
+    return model
+
+
+def sublayers(blocks: int) -> nn.Module:
+    """As T5: each block is a list of sublayers of several classes."""
+    return Holder(block=listed(*(Holder(layer=listed(nn.Linear(16, 16), Dense(), Moe())) for _ in range(blocks))))
+
+
+@pytest.mark.parametrize(
+    ("model", "container", "layers"),
+    [
+        (lambda: Holder(mods=listed(decoder(layers=4, dense=(0, 2)))), "mods.0.layers", (1, 3)),
+        (lambda: Holder(mods=listed(nn.Embedding(61, 16), decoder())), "mods.1.layers", (1, 2)),
+        (lambda: sublayers(3), "block", (0, 1, 2)),
+        (lambda: sublayers(1), "block", (0,)),
+        (lambda: stages([2, 2, 2], num_hidden_layers=3), "stages", (0, 1, 2)),
+        (lambda: Holder(layers=listed(Holder(mlp=Listed()), Holder(moe=Listed()), Dense())), "layers", (0, 1)),
+        (lambda: Holder(layers=listed(*(Holder(mlp=Listed()) for _ in range(3)))), "layers", (0, 1, 2)),
+    ],
+)
+def test_the_list_that_counts_the_layers(
+    model: Callable[[], nn.Module], container: str, layers: tuple[int, ...]
+) -> None:
+    """The first number of a path is not always the layer's: a wrapper's, a stage's or an expert's number was taken for it."""
+    structure = inspect(model())
+    assert structure.lists.nested == () and structure.main_container == container
+    assert structure.expected(container) == layers
+
+
+@pytest.mark.parametrize("config", [{}, {"num_hidden_layers": 4}, {"num_hidden_layers": 2}])
+def test_stages_of_blocks_are_told_apart_by_the_config_only(config: dict[str, int]) -> None:
+    assert inspect(stages([2, 2], **config)).lists.nested == ("stages", "stages.0.blocks")
+
+
+def test_a_block_without_a_number() -> None:
+    """An expert's number was taken for a layer's."""
+    structure = inspect(Holder(block=Holder(mlp=Listed())))
+    assert (
+        structure.block_of("block.mlp.experts.3.up.weight") is None
+        and structure.block_of("block.mlp.gate.weight") is None
+    )
+    assert structure.loose == ("block.mlp.experts",) and structure.may_route and structure.separate_experts

@@ -94,6 +94,15 @@ class Session:
         if num_slots is not None and max_tokens is not None:
             try:
                 self._wake(num_slots, max_tokens)
+                if (
+                    num_layers is not None
+                    and self._binding.structure.main_container is not None
+                    and not self._binding.expected()
+                ):
+                    raise RefusedConfiguration(
+                        f"num_layers={num_layers} leaves out every layer that holds experts, of which the first is "
+                        f"{min(map(str, self._binding.structure.experts))}. Pass the number of all decoder layers."
+                    )
             except BaseException:
                 self._binding.release_weights()
                 raise

@@ -234,7 +234,7 @@ DECOYS: dict[str, tuple[Callable[[Layer, Tensor], Any], str]] = {
     "entropy_of_the_best": (lambda m, x: m.gate(x).softmax(-1).topk(4)[0].log().sum(), "its indices are not used"),
     "over_positions": (lambda m, x: x[m.gate(x).sum(-1).topk(2, dim=0)[1]], "over tokens"),
     "beam": (lambda m, x: m.head(x).flatten().topk(4)[1], "over a batch dimension"),
-    "code_book": (lambda m, x: m.codes[torch.cdist(x, m.codes).argmin(-1)], "rows of a table"),
+    "code_book": (lambda m, x: m.codes[torch.cdist(x, m.codes).argmin(-1)], "the router's own weight"),
 }  # fmt: skip
 
 

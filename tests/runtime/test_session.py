@@ -28,6 +28,7 @@ from r3_pass import (
 )
 from r3_pass.passes.ops import record
 from r3_pass.runtime import SavedRows, Segment, SegmentBatch, Session
+from r3_pass.runtime.engines.base import EngineAdapter
 
 SLOTS = 64
 
@@ -444,9 +445,11 @@ def test_more_experts_than_the_dtype_holds() -> None:
 
 def test_an_encoder_decoder() -> None:
     """Layers of both number from 0."""
-    model = decoder(config={"is_encoder_decoder": True})
+    model = TwoLists(config={"is_encoder_decoder": True}).requires_grad_(False)
     with pytest.raises(RefusedConfiguration, match="encoder-decoder"):
         r3_pass.runtime.attach(model, num_slots=SLOTS)
+    part = decoder(config={"is_encoder_decoder": True})  # its decoder alone has the same config
+    r3_pass.runtime.attach(part, num_slots=SLOTS).detach()
 
 
 class TwoRouters(Moe):
@@ -889,6 +892,158 @@ def test_a_forward_on_a_stream_of_its_own(busy: str) -> None:
             compiled(ids)
         assert (session.finish(seed, 9) == truth(model, ids)).all()
     session.detach()
+
+
+# ---- pauses ---------------------------------------------------------------------------------------------------------
+def test_a_step_inside_a_pause_is_not_entered(loop: Loop) -> None:
+    """It would run without recording, or the pause would record."""
+    with (
+        loop.session.paused(),
+        pytest.raises(RefusedConfiguration, match="while session.paused"),
+        loop.session.step([1]),
+    ):
+        pass
+    loop.goes_on()
+
+
+@pytest.mark.parametrize("forward", [True, False])
+@pytest.mark.parametrize("thread", [True, False])
+def test_a_pause_that_outlives_its_step(loop: Loop, forward: bool, thread: bool) -> None:
+    """The slots held another request's rows: the unrecorded forward left them there, as those of this one."""
+    loop.step(("old", 0, prompt(4), range(4)))
+    opened, over = threading.Event(), threading.Event()
+    pause = loop.session.paused()
+
+    def other() -> None:
+        with loop.session.paused():
+            opened.set()
+            over.wait()
+
+    beside = threading.Thread(target=other)
+    with pytest.raises(RefusedConfiguration, match="a pause was open when the step ended"):  # noqa: SIM117
+        with loop.session.step(range(4), [Segment("new", 0, 4)]):
+            if thread:
+                beside.start()
+                opened.wait()
+            else:
+                pause.__enter__()
+            if forward:
+                loop.compiled(prompt(4, 8))
+    if thread:
+        over.set()
+        beside.join()
+    else:
+        pause.__exit__(None, None, None)
+    assert (loop.session.read(range(4)) == -1).all() and loop.session._binding.tokens is None
+    loop.compiled(prompt(4, 8))
+    assert (loop.session.read(range(4)) == -1).all(), "the end of the pause resurrected its step"
+    with pytest.raises(MissingRoutes):
+        loop.session.finish("new", 5)
+    loop.goes_on()
+
+
+# ---- bad input: what is left behind ---------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ({"num_slots": 16.5}, ValueError),
+        ({"num_slots": "16"}, ValueError),
+        ({"num_slots": True}, ValueError),
+        ({"num_slots": 16, "max_tokens": 2.5}, ValueError),
+        ({"num_slots": 16, "num_layers": 0}, ValueError),
+        ({"num_slots": 16, "backend": 5}, ValueError),
+        ({"num_slots": 16, "num_layers": 1}, RefusedConfiguration),
+        ({"num_slots": 10**14}, RuntimeError),
+    ],
+)
+def test_a_failed_attach_leaves_nothing(given: dict[str, Any], error: type[Exception]) -> None:
+    """The weights stayed marked, and no attach could succeed any more."""
+    model = decoder(config={"num_experts_per_tok": 2, "num_hidden_layers": 3})
+    with pytest.raises(error):
+        r3_pass.runtime.attach(model, **given)
+    assert not any(vars(p) for p in model.parameters())
+    r3_pass.runtime.attach(model, num_slots=SLOTS).detach()
+
+
+class Failing(EngineAdapter):
+    """An engine whose methods cannot be wrapped."""
+
+    num_slots = max_tokens = 8
+    uninstalled = 0
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._model = model
+
+    @classmethod
+    def accepts(cls, engine: object) -> bool:
+        return False
+
+    @property
+    def model(self) -> nn.Module:
+        return self._model
+
+    def install(self, session: Any) -> None:
+        raise RuntimeError("no such method")
+
+    def uninstall(self) -> None:
+        self.uninstalled += 1
+
+
+def test_an_adapter_that_fails_to_install_is_undone() -> None:
+    adapter = Failing(decoder())
+    with pytest.raises(RuntimeError, match="no such method"):
+        r3_pass.runtime.attach(adapter)
+    assert adapter.uninstalled and not any(vars(p) for p in adapter.model.parameters())
+
+
+@pytest.mark.parametrize("given", [(0,), (-3,), (2.5,), (None,), (8, 0)])
+def test_wake_with_numbers_that_cannot_be(loop: Loop, given: tuple[Any, ...]) -> None:
+    """The cache that is there was released first."""
+    loop.step(("a", 0, prompt(3), range(3)))
+    with pytest.raises(ValueError, match="count from 1"):
+        loop.session.wake(*given)
+    assert (loop.session.finish("a", 4) == loop.truth(prompt(3))).all()
+    loop.goes_on()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda s: s.move([0, 1], [20, 20]),
+        lambda s: s.insert([22, 22], s.extract([0, 1])),
+        lambda s: s.finish(["a"], 3),
+        lambda s: s.finish("a", "7"),
+        lambda s: s.abort("a", 7.0),
+        lambda s: s.preempt("a", None),
+        lambda s: s.step(range(4), 3),
+        lambda s: s.step(range(4), ("a", 0, 4)),
+        lambda s: s.step(range(4), [("a", 0)]),
+        lambda s: s.step(range(4), [Segment(["a"], 0, 4)]),
+        lambda s: s.prefix_hit("b", 0, 3),
+        lambda s: s.prefix_hit("b", 0, None),
+        lambda s: s.prefix_hit("b", 0, [[1, 2]]),
+        lambda s: s.prefix_hit("b", 0, (i for i in (1, 2))),
+        lambda s: s.prefix_hit(["b"], 0, [1]),
+    ],
+)
+def test_arguments_that_make_no_sense(loop: Loop, call: Callable[[Session], Any]) -> None:
+    """A ValueError that says so, and nothing is lost by it."""
+    loop.step(("a", 0, prompt(4), range(4)))
+    with pytest.raises(ValueError):
+        call(loop.session)
+    assert (loop.session.finish("a", 5) == loop.truth(prompt(4))).all()
+    assert "b" not in loop.session._table
+    loop.goes_on()
+
+
+def test_a_refused_prefix_hit_registers_nobody(loop: Loop) -> None:
+    loop.step(("a", 0, prompt(4), range(4)))
+    with pytest.raises(StaleRoutes):
+        loop.session.prefix_hit("b", 0, [30])
+    with pytest.raises(MissingRoutes, match="unknown"):
+        loop.session.finish("b", 1)
+    loop.goes_on()
 
 
 # ---- geometry -------------------------------------------------------------------------------------------------------
