@@ -78,8 +78,8 @@ def match(graph: fx.Graph, broken: bool = False, weight: Callable[[fx.Node], boo
         if selection.node in parts:
             why = "its choice is a part of a later one (product keys)"
             decided[number] = (selection, trace, _reject(selection.node, why))
-    found = _combine(flow, decided)
-    return Match(found.sites, found.rejected + _opaque(flow, found.sites))
+    combined = _combine(flow, decided)
+    return Match(combined.sites, combined.rejected + _opaque(flow, combined.sites))
 
 
 def _opaque(flow: DataFlow, sites: Sequence[Accepted]) -> tuple[Rejected, ...]:

@@ -370,7 +370,8 @@ class Binding:
             if self.num_layers is not None:
                 return Place(None, module, why)
             advice = (
-                f"block {block.index} routes, but the model has {count} layers by its config. Pass num_layers={block.index + 1} to attach "
+                f"block {block.index} routes, but the model has {count} layers by its config. Pass "
+                f"num_layers={block.index + 1} to attach "
                 f"if it is a layer of the model, num_layers={count} if it is a drafter's"
             )
             return Place(None, module, why, f"{module}: {advice}")
@@ -387,13 +388,10 @@ class Binding:
             packed = not self.structure.experts and self._packed(block, num_experts, gate)
             return "" if packed else f"{left} none are seen in the layer's modules"
         names = self._gates(block, gate)
-        if evidence.count < num_experts <= 2 * evidence.count:
-            if any(_shared(n, evidence.path) > _depth(block) for n in names):
-                return ""
-            return f"{left} it chooses among {num_experts}, away from where {evidence.text}"
-        if num_experts != evidence.count:
-            return f"{left} it chooses among {num_experts}, while {evidence.text}"
         nearest = max((_shared(n, evidence.path) for n in names), default=0)
+        padded = evidence.count < num_experts <= 2 * evidence.count and nearest > _depth(block)
+        if num_experts != evidence.count and not padded:
+            return f"{left} it chooses among {num_experts}, while {evidence.text}"
         for name, weight in named_weights(self.model):
             beside = name.rpartition(".")[0] != evidence.path.rpartition(".")[0] and not name.startswith(
                 f"{evidence.path}."

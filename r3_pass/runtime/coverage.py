@@ -16,6 +16,10 @@ _ADVICE = (
     "break inside it, a disabled region, Dynamo's recompilation limit (torch._dynamo.config.recompile_limit), or a call "
     "that bypassed the compiled wrapper."
 )
+_NEVER = (
+    "Nothing of this model that r3_pass compiled has run yet. Compile it with torch.compile(model, "
+    "backend=r3_pass.backend()); where an engine compiles it, give the backend to the engine's compile config. "
+)
 _LOOPS = (
     " This model loops over its experts, which Dynamo traces only in what is compiled inside a step: call "
     "torch._dynamo.reset() and run the step again."
@@ -56,6 +60,7 @@ def check_coverage(binding: Binding, reasons: Reasons | None) -> bool:
         raise NoRouterFound(f"no MoE layer of {name} could be captured in this step.{listed}\n{advice}")
     if not written and not binding.problems:
         what = f" ({len(missing)} were expected):{listed}"
+        advice = advice if binding.modules else _NEVER + advice
         raise NoRouterFound(f"no compiled MoE layer of {name} ran in this step{what}\n{advice}")
     raise PartialCapture(f"{len(written)} of {len(expected)} MoE layers were captured in this step.{listed}\n{advice}")
 
@@ -87,4 +92,6 @@ def _why(binding: Binding, layer: int, reasons: Reasons | None) -> str:
     module = binding.modules.get(layer, "expected")
     evidence = binding.structure.experts.get(Block(binding.container or "", layer))
     seen = evidence.text if evidence is not None else module
+    if layer in binding.modules:
+        return f"{seen}; captured in an earlier step, but no compiled graph of it ran in this one"
     return f"{seen}; {(reasons(layer) if reasons is not None else '') or 'no graph of it ran'}"

@@ -899,7 +899,7 @@ def test_a_step_inside_a_pause_is_not_entered(loop: Loop) -> None:
     """It would run without recording, or the pause would record."""
     with (
         loop.session.paused(),
-        pytest.raises(RefusedConfiguration, match="while session.paused"),
+        pytest.raises(RefusedConfiguration, match=r"while session\.paused"),
         loop.session.step([1]),
     ):
         pass
