@@ -152,6 +152,7 @@ class Backend:
         recording = compile_with(self.inner, rewritten.module, [*example_inputs, *fakes], options)
         plain = compile_with(self.inner, module, example_inputs, options)
         witnesses = Witnesses(module, rewritten.occurrences)
+        record.watch_bytecode()
         compiled = CompiledGraph(plain, recording, rewritten.tokens, witnesses, refused, device)
         record.placed = compiled.placed
         return compiled

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import CodeType
 
+import torch
 from torch import fx
 
 from r3_pass.binding import ATTENTION, Place, in_attention
@@ -53,6 +55,7 @@ class GraphRecord:
         self.ended = ended
         self.placed: dict[tuple[int, Place], None] = {}
         self.refusals: dict[str, None] = {}
+        self.bytecode: CodeType | None = None
         self.before = ""
         self.after = ""
 
@@ -60,6 +63,16 @@ class GraphRecord:
         """Keep the graphs' text for `Report.dump`; the compilers behind may change them."""
         self.before = _readable(before)
         self.after = _readable(after) if after is not None else ""
+
+    def watch_bytecode(self) -> None:
+        """Keep the function that Dynamo is about to make around this graph; called by the backend, while it compiles."""
+
+        def keep(code: CodeType, new_code: CodeType) -> CodeType | None:
+            handle.remove()
+            self.bytecode = new_code
+            return None
+
+        handle = torch._dynamo.convert_frame.register_bytecode_hook(keep)
 
     def sites(self) -> list[SiteEntry]:
         entries: dict[SiteEntry, None] = {}
@@ -141,9 +154,9 @@ class Report:
         return "\n".join(lines)
 
     def dump(self, folder: str | Path) -> Path:
-        """Write the report, and each routing graph before and after the rewrite as readable Python, into a folder.
+        """Write the report, each routing graph before and after the rewrite, and the function around it, into a folder.
 
-        Returns: the folder. Files: report.txt, rejected.txt, graph_N_before.py, graph_N_after.py.
+        Returns: the folder. Files: report.txt, rejected.txt, graph_N_before.txt, graph_N_after.txt, graph_N_caller.py (by depyf).
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -156,8 +169,22 @@ class Report:
         for record in self._graphs:
             for name, text in (("before", record.before), ("after", record.after)):
                 if text:
-                    (folder / f"graph_{record.number}_{name}.py").write_text(text)
+                    (folder / f"graph_{record.number}_{name}.txt").write_text(text)
+            if record.before and record.bytecode is not None:
+                (folder / f"graph_{record.number}_caller.py").write_text(_decompiled(record.bytecode))
         return folder
+
+
+def _decompiled(code: CodeType) -> str:
+    """The function that Dynamo made around a graph, as source: depyf reads it back from bytecode."""
+    try:
+        import depyf
+    except ImportError:
+        return "# pip install 'r3_pass[dump]' for the source of the function that Dynamo made around this graph\n"
+    try:
+        return str(depyf.decompile(code))
+    except depyf.decompiler.DecompilationError as error:
+        return f"# depyf cannot read this function: {error}\n"
 
 
 def _readable(module: fx.GraphModule) -> str:

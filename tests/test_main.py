@@ -67,7 +67,7 @@ def test_a_file_of_another_name(config: Path, capsys: pytest.CaptureFixture[str]
 
 def test_dump(config: Path, tmp_path: Path) -> None:
     assert main(["explain", str(config), "--dump", str(tmp_path / "graphs")]) == 0
-    assert "topk" in (tmp_path / "graphs" / "graph_0_before.py").read_text()
+    assert "topk" in (tmp_path / "graphs" / "graph_0_before.txt").read_text()
 
 
 def test_a_dense_model(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

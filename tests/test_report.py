@@ -112,10 +112,13 @@ def test_dump(tmp_path: Path) -> None:
     assert files["report.txt"] == f"{report}\n"
     assert files["rejected.txt"].count("not routing: ") == 2
     for number in (0, 1):
-        before, after = files[f"graph_{number}_before.py"], files[f"graph_{number}_after.py"]
+        before, after = files[f"graph_{number}_before.txt"], files[f"graph_{number}_after.txt"]
         assert "r3_pass.record" not in before and after.count("r3_pass.record") == 1
         assert "int64[5, 2]" in before or "int64[7, 2]" in before
         assert "int16[" in after and "return" in after
+        caller = files[f"graph_{number}_caller.py"]
+        assert "def " in caller and "__compiled_fn" in caller, "what Dynamo made around the graph, by depyf"
+        compile(caller, "caller", "exec")
     assert report.dump(folder) == folder, "a second time into the same folder"
 
 
@@ -123,7 +126,7 @@ def test_dump_of_a_nested_graph(tmp_path: Path) -> None:
     """Under activation checkpointing the routing stands in a nested graph: a dump without it shows nothing of it."""
     report = report_of(Decoder(checkpoint=True))
     folder = report.dump(tmp_path)
-    text = (folder / "graph_0_before.py").read_text()
+    text = (folder / "graph_0_before.txt").read_text()
     assert "tag_activation_checkpoint" in text and "topk" in text
 
 

@@ -211,7 +211,8 @@ class Session:
             self._arrivals.raise_failure()
             if self._mapping is None or self._num_slots is None:
                 raise RefusedConfiguration(
-                    "the KV cache was released: a step has no slots. Call wake(num_slots) first."
+                    "the session has no KV slots: the engine's cache was released or is not made yet (wake(num_slots) tells), or "
+                    "the steps are yours to drive, which takes attach(..., num_slots=...)."
                 )
             if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise RefusedConfiguration(
@@ -401,7 +402,8 @@ class Session:
     def finish(self, request_id: Hashable, num_tokens: int) -> Rows:
         """The routing of a finished request.
 
-        Returns: int16 [num_tokens - 1, num_layers, top_k], read-only. Row t is the token at position t.
+        Returns: int16 [num_tokens - 1, num_layers, top_k], read-only. Row t is the token at position t. The last token was
+            sampled, not forwarded; rows past it (an engine's batch in flight) are cut.
         Raises: MissingRoutes if a row is missing or the request is unknown (nothing is lost: `abort` still returns what is there);
             StaleRoutes if a row came from a slot without an owner's row.
         """
