@@ -46,6 +46,20 @@ def test_inductor(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.inductor
+@pytest.mark.parametrize("name", [name for name in EVERY_TIME if name not in ("qwen3_moe", "gpt_oss")])
+def test_inductor_for_the_others(name: str) -> None:
+    check(build(name), "inductor")
+
+
+@pytest.mark.slow
+@pytest.mark.inductor
+@pytest.mark.parametrize("name", EVERY_TIME)
+def test_inductor_layer_by_layer(name: str) -> None:
+    check(build(name), "inductor", per_layer=True)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("experts", ["eager", "batched_mm", "grouped_mm"])
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "phimoe"])
 def test_experts_implementation(name: str, experts: str) -> None:
