@@ -202,10 +202,9 @@ class Session:
             self._usable()
             if self._step is not None:
                 raise RefusedConfiguration(
-                    "a step is open already: it was entered twice, or the engine left a step in the middle without closing its "
-                    "context. Use `with session.step(...)` around exactly one forward. If that step is gone for "
-                    "good: take the rows that "
-                    "there are with abort(), then detach() and attach again."
+                    "a step is open already: it was entered twice, or the engine left a step in the middle without closing "
+                    "its context. Use `with session.step(...)` around exactly one forward. If that step is gone for good: take "
+                    "the rows that there are with abort(), then detach() and attach again."
                 )
             self._collect(wait=False)
             self._arrivals.raise_failure()
@@ -216,9 +215,8 @@ class Session:
                 )
             if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise RefusedConfiguration(
-                    "session.step was entered inside a CUDA graph capture, so its slot mapping would be baked "
-                    "into the graph. Enter the "
-                    "step first (with all slots -1), then capture the forward inside it."
+                    "session.step was entered inside a CUDA graph capture, so its slot mapping would be baked into the graph. "
+                    "Enter the step first (with all slots -1), then capture the forward inside it."
                 )
             binding = self._binding
             if binding.paused:
