@@ -78,7 +78,7 @@ class Engine:
         self._ended: list[Request] = []
         self._failed: list[Result] = []
         self._names = itertools.count()
-        self._generator = torch.Generator(self.runner.device).manual_seed(0)
+        self.generator = torch.Generator(self.runner.device).manual_seed(0)
 
     # ---- requests -----------------------------------------------------------------------------------------------
     def add_request(
@@ -163,7 +163,7 @@ class Engine:
         for chunk in batch.chunks:
             self.blocks.seal(chunk.seq)
             if chunk.num_outputs == 1 and self.drafter is None:
-                chunk.seq.num_pending = 1
+                chunk.seq.num_pending += 1
         self.runner.sampled = sampled
         if sampled.device.type != "cuda":
             return _Launched(batch, sampled, log_probs, None)
@@ -187,7 +187,7 @@ class Engine:
         heat = torch.tensor([c.seq.temperature for c in batch.chunks for _ in range(c.num_outputs)])
         scores = log_probs
         if heat.any():
-            uniform = torch.rand(logits.shape, generator=self._generator, device=logits.device)
+            uniform = torch.rand(logits.shape, generator=self.generator, device=logits.device)
             noise = -torch.log(-torch.log(uniform.clamp(1e-10, 1 - 1e-7)))
             scores = log_probs + noise * heat[:, None].to(logits.device, non_blocking=True)
         tokens = scores.argmax(-1)
@@ -210,13 +210,13 @@ class Engine:
             accepted = 0
             while accepted < len(mine) - 1 and seq.drafts[accepted] == mine[accepted]:
                 accepted += 1
-            seq.num_pending = 0
+            seq.num_pending -= self.drafter is None
             if len(mine) > 1:
                 seq.num_computed = chunk.start + accepted + 1
             for token, log_prob in zip(mine[: accepted + 1], theirs, strict=False):
                 seq.token_ids.append(token)
                 seq.log_probs.append(log_prob)
-                if token in seq.stop_token_ids or seq.exhausted:
+                if token in seq.stop_token_ids or len(seq.log_probs) == seq.max_tokens:
                     self._end(seq, "stop" if token in seq.stop_token_ids else "length")
                     break
 

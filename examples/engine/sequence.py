@@ -33,7 +33,7 @@ class Sequence:
 
     Attributes:
         token_ids: prompt and generated tokens whose values are known on the host.
-        num_pending: sampled tokens that are still on the device only: 0 or 1.
+        num_pending: sampled tokens whose values are still on the device only: one while a forward is launched.
         num_computed: positions whose KV is in the cache, or in a forward that was launched.
         num_drafted: positions whose KV is in the drafter's cache.
         drafts: tokens that the next forward verifies.

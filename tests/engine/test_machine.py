@@ -60,6 +60,7 @@ class Machine(RuleBasedStateMachine):
         self.engine.max_batch_tokens = self.engine.scheduler.max_batch_tokens = max_batch_tokens
         self.engine.sleep()
         self.engine.wake(num_blocks)
+        self.engine.generator.manual_seed(0)
         self.version = 0
         self.engine.update_weights(self.weights[0], 0)
         self.made: dict[str, list[int]] = {}
@@ -88,6 +89,14 @@ class Machine(RuleBasedStateMachine):
             on_token=lambda _, token: tokens.append(token),
         )
         self.made[name], self.kept[name], self.streamed[name] = [], 0, tokens
+
+    @precondition(lambda self: self.engine.requests)
+    @rule(which=st.integers(0, 5), max_tokens=st.integers(1, 4))
+    def follow(self, which: int, max_tokens: int) -> None:
+        """A request whose prompt is what another one has so far: its blocks are shared while they are in use."""
+        seq = list(self.engine.requests.values())[which % len(self.engine.requests)]
+        if len(seq.token_ids) < 18:
+            self.arrive([], list(seq.token_ids), max_tokens, 0.0, set())
 
     @rule(count=st.integers(1, 4))
     def steps(self, count: int) -> None:

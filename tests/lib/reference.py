@@ -66,7 +66,7 @@ class Truth:
         taken: list[Tensor] = []
         hook = self.model.model.layers[1].mlp.gate.register_forward_hook(lambda _, __, out: taken.extend(out))
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            self.model(torch.tensor([tokens]), use_cache=False)
+            self.model(torch.tensor([tokens], device=self.model.device), use_cache=False)
         hook.remove()
-        rows[:, 1] = next(t for t in taken if not t.is_floating_point()).reshape(-1, TOP_K).numpy()
+        rows[:, 1] = next(t for t in taken if not t.is_floating_point()).reshape(-1, TOP_K).cpu().numpy()
         return rows
