@@ -74,7 +74,7 @@ def test_chunked_prefill_then_a_prefix_hit(device: str) -> None:
     engine, session, truth = serve(device)
     (prompt,) = prompts(1, 45)
     check(engine.generate([prompt], max_tokens=4), truth)
-    check(engine.generate([prompt, prompt[:40] + [1, 2]], max_tokens=8), truth)
+    check(engine.generate([prompt, [*prompt[:40], 1, 2]], max_tokens=8), truth)
     session.detach()
 
 
