@@ -144,7 +144,9 @@ class Description:
             known = f"top-{k} of {experts} experts" if k is not None else f"top-{self.top_k} at most"
             lines.append(f"{which}: {known}")
         others = self.num_layers - len(self.layers)
-        return "\n".join(lines + ([f"{others} of {self.num_layers} layers are -1: they do not route"] if others else []))
+        return "\n".join(
+            lines + ([f"{others} of {self.num_layers} layers are -1: they do not route"] if others else [])
+        )
 
 
 def describe_tag(tag: object) -> Tag:

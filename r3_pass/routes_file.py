@@ -91,7 +91,9 @@ def load_routes(
             "version's save_routes."
         )
     if set(tensors) != {"rows", "lengths"}:
-        raise RefusedConfiguration(f"{where}holds the tensors {sorted(tensors)}, expected rows and lengths. {_SAVE_AGAIN}")
+        raise RefusedConfiguration(
+            f"{where}holds the tensors {sorted(tensors)}, expected rows and lengths. {_SAVE_AGAIN}"
+        )
     if _checksum(tensors, texts) != texts["sha256"]:
         raise RefusedConfiguration(f"{where}the checksum does not fit: the file was changed. {_SAVE_AGAIN}")
     description = Description.from_json(texts["description"])

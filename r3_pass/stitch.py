@@ -38,10 +38,10 @@ class Turn(NamedTuple):
 def stitch(turns: Sequence[Turn]) -> Rows:
     """The rows of a conversation's tokens.
 
-    Returns: int16 [n - 1, num_layers, top_k] for the n tokens of the last turn; -1 in the row of a turn's last token if no later turn
-        forwarded it within its rows.
+    Returns: int16 [n - 1, num_layers, top_k] for the n tokens of the last turn; -1 in the row of a turn's last token if the next
+        turn's rows begin behind it.
     Raises:
-        RefusedConfiguration: a turn does not go on with the tokens of the one before (edited or tokenized anew): they are two sequences.
+        RefusedConfiguration: a turn does not go on with the tokens of the one before (edited, or tokenized anew).
         MissingRoutes: more than that one row is missing between two turns, or before the first.
         BufferLayoutError: rows of another shape or dtype, or another number of them than the tokens ask for.
         ValueError: no turns.

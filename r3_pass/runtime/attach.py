@@ -11,7 +11,9 @@ from r3_pass.backend import Backend
 from r3_pass.errors import NoRouterFound, RefusedConfiguration, UnsupportedEngine
 from r3_pass.runtime.engines import ADAPTERS
 from r3_pass.runtime.engines.base import EngineAdapter
-from r3_pass.runtime.session import Session, count
+from r3_pass.runtime.inputs import count
+from r3_pass.runtime.refusals import check_deployment
+from r3_pass.runtime.session import Session
 from r3_pass.structure import inspect, numbered, text_config
 
 
@@ -81,6 +83,7 @@ def _attach_engine(engine: Any, backend: Backend | str | None, num_layers: int |
         adapter = known(engine)  # type: ignore[call-arg]  # adapters are built from the engine
     session: Session | None = None
     try:
+        check_deployment(adapter.deployment)
         session = _session_of(adapter, backend, num_layers)
         adapter.install(session)
     except BaseException:

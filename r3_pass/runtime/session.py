@@ -9,6 +9,7 @@ Legend: T tokens in the step, L decoder layers, M stored (MoE) layers, K top-k, 
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Hashable, Iterable, Iterator
 from types import TracebackType
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from r3_pass.binding import Binding
+from r3_pass.description import DTYPE, Description, describe_tag, fingerprint
 from r3_pass.errors import (
     BufferLayoutError,
     MissingRoutes,
@@ -31,17 +33,25 @@ from r3_pass.passes.ops import ERROR_DUPLICATE, STATE_CALLS, STATE_ERRORS
 from r3_pass.runtime.arrivals import Arrival, Arrivals
 from r3_pass.runtime.coverage import Reasons, check_coverage
 from r3_pass.runtime.engines.base import EngineAdapter
-from r3_pass.runtime.export import Exporter
+from r3_pass.runtime.export import Exporter, Pending
+from r3_pass.runtime.inputs import batch_of, count, distinct, first_position, token_count
+from r3_pass.runtime.inputs import length as length_of
 from r3_pass.runtime.mapping import SlotMapping
-from r3_pass.runtime.rows import RowLog
+from r3_pass.runtime.rows import Numbers, RowLog
 from r3_pass.runtime.saved import SavedRows, restore, save
 from r3_pass.runtime.self_test import SelfTest, compare, probe, tokens_of
 from r3_pass.runtime.sequences import Segment, SegmentBatch, SequenceTable
 from r3_pass.runtime.slots import Geometry, SlotBuffer, Slots
+from r3_pass.version import __version__
 
 Rows = npt.NDArray[np.int16]
 
 _EMPTY = SegmentBatch((), (), ())
+
+logger = logging.getLogger(__name__)
+
+# No memory for a copy: of the host (mmap, numpy) or of the device (a RuntimeError of torch).
+_OUT_OF_MEMORY = (OSError, MemoryError, torch.OutOfMemoryError)
 
 
 class Session:
@@ -117,6 +127,36 @@ class Session:
         """
         with self._lock:
             return self._laid_out().geometry
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that rows take now: those of running requests, and the page-locked blocks that copies arrive in."""
+        with self._lock:
+            return self._exporter.host_bytes + (self._table.host_bytes if self._table is not None else 0)
+
+    def describe(self) -> Description:
+        """What the rows mean and whose they are, for whoever trains on them; `print` it, or send its `to_json()` along.
+
+        Raises: RefusedConfiguration while the layout is not known, as `geometry`.
+        """
+        with self._lock:
+            self._usable()
+            binding = self._binding
+            if not binding.layers or not binding.top_k:
+                self._laid_out()
+            routed = [binding.routed.get(layer, (None, None)) for layer in binding.layers]
+            return Description(
+                model=type(binding.model).__name__,
+                fingerprint=fingerprint(binding.model),
+                weights=describe_tag(self.version),
+                num_layers=self._count_layers(binding.layers),
+                top_k=binding.top_k,
+                layers=binding.layers,
+                layer_top_k=tuple(top_k for top_k, _ in routed),
+                num_experts=tuple(experts for _, experts in routed),
+                dtype=DTYPE,
+                r3_pass=__version__,
+            )
 
     def _laid_out(self) -> SlotBuffer:
         if self._buffer is None:
@@ -195,7 +235,7 @@ class Session:
             out too late to raise itself; RefusedConfiguration inside `paused`. When left: PartialCapture or NoRouterFound if a
             layer was not written, RefusedConfiguration if a pause is still open. ValueError for segments that are none.
         """
-        return _Step(self, slot_mapping, _batch_of(segments))
+        return _Step(self, slot_mapping, batch_of(segments))
 
     def _enter(self, step: _Step) -> None:
         with self._lock:
@@ -231,7 +271,6 @@ class Session:
                 self._table.check(step.batch)
             elif step.batch.num_tokens and int(step.batch.starts.max()) > 0:
                 SequenceTable(RowLog((1, 1))).check(step.batch)
-            step.taken = checked.clone() if isinstance(checked, Tensor) else checked
             self._mapping.put(checked)
             if isinstance(checked, Tensor):
                 self._flag_duplicates(checked)
@@ -280,18 +319,41 @@ class Session:
                 return
             self._steps += 1
             writes = int(bool(tokens) and not binding.capturing)
-            if step.batch.num_tokens:
-                assert self._table is not None and self._mapping is not None
-                first = self._table.extend(step.batch)
-                rows = self._buffer.gather(self._mapping.slots(step.batch.num_tokens))
-            else:
-                first, rows = -1, self._buffer.data[:0]
-            pending = self._exporter.submit(rows, binding.state)
-            self._arrivals.add(Arrival(pending, first, self._steps, writes, step.taken))
+            try:
+                first, pending = self._export(step.batch)
+            except _OUT_OF_MEMORY as error:
+                # What the device would have said of this step is lost with the copy: its rows are not proved.
+                if tokens and self._mapping is not None:
+                    self._buffer.void(self._mapping.slots(tokens))
+                binding.state.zero_()
+                raise MissingRoutes(
+                    f"step {self._steps}: there is no memory for the copy of its {step.batch.num_tokens} rows ({error}). They are "
+                    "void; requests of this step cannot finish: abort them, or forward these tokens again."
+                ) from error
+            self._arrivals.add_step(Arrival(pending, first, self._steps, writes))
             binding.state.zero_()
-            if self._device.type == "cpu":
+            if self._exporter.at_once:
                 self._collect(wait=True)
                 self._arrivals.raise_failure()
+
+    def _export(self, batch: SegmentBatch) -> tuple[int, Pending]:
+        """Queue the copy of a step's rows and of what the device says of it. Returns the number of the first row."""
+        assert self._buffer is not None and self._table is not None and self._mapping is not None
+        state = self._binding.state
+        if not batch.num_tokens:
+            return self._table.rows.reserve(0), self._exporter.submit(self._buffer.data[:0], state)
+        first = self._table.extend(batch)
+        try:
+            return first, self._exporter.submit(self._buffer.gather(self._mapping.slots(batch.num_tokens)), state)
+        except BaseException:
+            self._void_rows(first, batch.num_tokens)
+            raise
+
+    def _void_rows(self, first: int, num_rows: int) -> None:
+        """Rows that will never arrive: filled in as void, without asking for memory."""
+        assert self._table is not None
+        rows = self._table.rows
+        rows.fill(first, np.broadcast_to(np.int16(-1), (num_rows, *rows.row_shape)))
 
     def _give_up(self, tokens: int | None) -> None:
         """After a step that failed: slots of which only some layers were written are void, and the next step starts afresh."""
@@ -304,9 +366,9 @@ class Session:
         binding.state.zero_()
         binding.claim()  # had weights been replaced one by one, this finds them
 
-    def _collect(self, wait: bool, up_to: int | None = None) -> None:
+    def _collect(self, wait: bool, numbers: Numbers | None = None) -> None:
         log = self._table.rows if self._table is not None else None
-        self._arrivals.collect(log, self._buffer, self._binding.layers, wait, up_to)
+        self._arrivals.collect(log, self._buffer, self._binding.layers, wait, numbers)
 
     def _usable(self) -> None:
         if self._detached:
@@ -327,35 +389,54 @@ class Session:
             self._usable()
             buffer = self._laid_out()
             assert self._table is not None
-            length = _length(slots)
+            length = length_of(slots)
             if not length:
                 return
-            batch = _batch_of(SegmentBatch((request_id,), (start,), (length,)))
+            batch = batch_of(SegmentBatch((request_id,), (start,), (length,)))
             self._table.check(batch)
             known, before = request_id in self._table, self._table.end(request_id)
             chunks = self._exporter.gather_chunks(buffer, slots)
-            first = self._table.extend(batch)
+            try:
+                self._take_over(chunks, self._table.extend(batch), length)
+                if self._exporter.at_once:
+                    self._check_taken_over(request_id, start, slots)
+            except (StaleRoutes, MissingRoutes):
+                self._table.truncate(request_id, min(before, start))
+                if not known:
+                    self._table.drop(request_id)
+                raise
+
+    def _take_over(self, chunks: Iterator[Pending], first: int, length: int) -> None:
+        """Queue the copies of a prefix's rows; a piece that is there is taken in before the next one needs memory."""
+        stop = first + length
+        try:
             for pending in chunks:
-                self._arrivals.add(Arrival(pending, first))
+                self._arrivals.add_piece(Arrival(pending, first))
                 first += pending.num_rows
-                if self._device.type != "cpu":
-                    self._collect(wait=False)
-            if self._device.type == "cpu":
-                self._collect(wait=True)
-                rows = self._table.rows.take(self._table.numbers(request_id)[start:])
-                void = np.flatnonzero((rows[:, :, 0] < 0).any(axis=1))
-                if void.size:
-                    position = start + int(void[0])
-                    self._table.truncate(request_id, min(before, position))
-                    if not known:
-                        self._table.drop(request_id)
-                    given = torch.as_tensor(slots)
-                    raise StaleRoutes(
-                        f"request {request_id!r}, position {position}: the row of slot "
-                        f"{int(given[position - start])} is void: the slot was "
-                        "assigned to a new owner, or its weights or KV came from outside, and no forward has written it since. "
-                        "Forward these tokens again, or bring their rows with insert()."
-                    )
+                self._collect(wait=False)
+        except _OUT_OF_MEMORY as error:
+            raise MissingRoutes(
+                f"there is no memory for the copies of a prefix of {length} rows ({error}). Forward these tokens again."
+            ) from error
+        finally:
+            if first < stop:
+                self._void_rows(first, stop - first)
+
+    def _check_taken_over(self, request_id: Hashable, start: int, slots: Slots) -> None:
+        """Where copies are over at once, a void row is found here."""
+        assert self._table is not None
+        self._collect(wait=True)
+        numbers = self._table.numbers(request_id)[start:]
+        for first, rows in self._table.rows.pieces(numbers):
+            void = np.flatnonzero((rows[:, :, 0] < 0).any(axis=1))
+            if void.size:
+                position = first + int(void[0])
+                raise StaleRoutes(
+                    f"request {request_id!r}, position {start + position}: the row of slot "
+                    f"{int(torch.as_tensor(slots)[position])} is void: the slot was "
+                    "assigned to a new owner, or its weights or KV came from outside, and no forward has written it since. "
+                    "Forward these tokens again, or bring their rows with insert()."
+                )
 
     def assign(self, slots: Slots) -> None:
         """These slots were handed to a new owner: their rows are void until they are written again."""
@@ -368,7 +449,7 @@ class Session:
         """KV was copied from the first to the second slots: the rows go along."""
         with self._lock:
             self._usable()
-            _distinct(dst_slots)
+            distinct(dst_slots)
             if self._buffer is not None:
                 self._buffer.move(src_slots, dst_slots)
 
@@ -377,7 +458,10 @@ class Session:
         with self._lock:
             self._usable()
             buffer = self._laid_out()
-            return save(buffer, slots, self.version)
+            saved = save(buffer, slots, self.version)
+            self._collect(wait=True)
+            self._arrivals.raise_failure()
+            return saved
 
     def insert(self, slots: Slots, rows: object) -> None:
         """KV came back into these slots: its rows with it.
@@ -386,69 +470,69 @@ class Session:
         """
         with self._lock:
             self._usable()
-            _distinct(slots)
+            distinct(slots)
             restore(self._laid_out(), slots, rows, self.version)
 
     def preempt(self, request_id: Hashable, num_tokens: int) -> None:
         """The request will be forwarded again; rows of its first num_tokens - 1 positions that were exported stay what they are."""
         with self._lock:
             self._usable()
-            num_tokens = _tokens(request_id, num_tokens)
+            num_tokens = token_count(request_id, num_tokens)
             if self._table is not None:
                 self._table.preempt(request_id, num_tokens)
 
-    def finish(self, request_id: Hashable, num_tokens: int) -> Rows:
+    def finish(self, request_id: Hashable, num_tokens: int, start: int = 0) -> Rows:
         """The routing of a finished request.
 
-        Returns: int16 [num_tokens - 1, num_layers, top_k], read-only. Row t is the token at position t. The last token was
-            sampled, not forwarded; rows past it (an engine's batch in flight) are cut.
+        Args:
+            num_tokens: all of the request, the last one sampled and not forwarded; rows past it (a batch in flight) are cut.
+            start: position of the first row to return, for callers that have those before it (an earlier turn's).
+
+        Returns: int16 [num_tokens - 1 - start, num_layers, top_k], read-only. Row t is the token at position start + t.
         Raises: MissingRoutes if a row is missing or the request is unknown (nothing is lost: `abort` still returns what is there);
             StaleRoutes if a row came from a slot without an owner's row.
         """
         with self._lock:
             self._usable()
-            num_tokens = _tokens(request_id, num_tokens)
+            num_tokens = token_count(request_id, num_tokens)
+            start = first_position(request_id, start, num_tokens)
             if self._table is None:
                 raise MissingRoutes(
                     f"request {request_id!r} is unknown: no step has run. Pass segments with every step."
                 )
-            self._arrive(request_id, num_tokens - 1)
+            self._arrive(request_id, start, num_tokens)
             self._arrivals.raise_failure()
-            rows = self._table.finish(request_id, num_tokens, self._complete)
-            return self._expand(rows)
+            return self._expand(self._table.finish(request_id, num_tokens, _complete, start))
 
-    def abort(self, request_id: Hashable, num_tokens: int) -> Rows:
-        """The rows that an aborted request has, from position 0 on without a gap, num_tokens - 1 at most; it is forgotten."""
+    def abort(self, request_id: Hashable, num_tokens: int, start: int = 0) -> Rows:
+        """The rows that an aborted request has, from position `start` on without a gap; it is forgotten.
+
+        Returns: as `finish`, or fewer rows: then its length says so, and so does the log.
+        """
         with self._lock:
             self._usable()
-            num_tokens = _tokens(request_id, num_tokens)
+            num_tokens = token_count(request_id, num_tokens)
+            start = first_position(request_id, start, num_tokens)
             if self._table is None:
                 geometry = self._buffer.geometry if self._buffer is not None else None
                 return np.full(
                     (0, geometry.num_layers if geometry else 0, geometry.top_k if geometry else 0), -1, np.int16
                 )
-            self._arrive(request_id, num_tokens - 1)
-            rows = self._table.abort(request_id, num_tokens)
+            self._arrive(request_id, start, num_tokens)
+            rows = self._table.abort(request_id, num_tokens, start)
             void = np.flatnonzero((rows[:, :, 0] < 0).any(axis=1))
-            return self._expand(rows[: int(void[0])] if void.size else rows)
+            rows = rows[: int(void[0])] if void.size else rows
+            if len(rows) < num_tokens - 1 - start:
+                logger.info(
+                    "request %r was aborted with rows of positions %d to %d, of %d tokens",
+                    request_id, start, start + len(rows) - 1, num_tokens,
+                )  # fmt: skip
+            return self._expand(rows)
 
-    def _arrive(self, request_id: Hashable, num_rows: int) -> None:
-        """Take in the copies that hold these rows, and no later one: an engine may have a further batch in flight."""
+    def _arrive(self, request_id: Hashable, start: int, num_tokens: int) -> None:
+        """Take in the copies that hold these rows; of steps, no later one: an engine may have a further batch in flight."""
         assert self._table is not None
-        numbers = self._table.numbers(request_id)[: max(num_rows, 0)]
-        self._collect(wait=bool(numbers.size), up_to=int(numbers.max()) if numbers.size else None)
-
-    def _complete(self, request_id: Hashable, rows: Rows) -> None:
-        """The last look before rows leave: every stored layer of every row was really written."""
-        void = np.flatnonzero((rows[:, :, 0] < 0).any(axis=1))
-        if void.size:
-            raise StaleRoutes(
-                f"request {request_id!r}, position {int(void[0])} ({void.size} of {len(rows)} rows): its row is "
-                "void: it came from a slot that "
-                "was assigned to a new owner and not written since, or from a step that failed. The request "
-                "stays registered: abort "
-                "it, or forward these tokens again."
-            )
+        self._collect(wait=True, numbers=self._table.numbers(request_id)[start : max(num_tokens - 1, 0)])
 
     def _expand(self, rows: Rows) -> Rows:
         expanded = self._geometry_of_rows().expand(rows)
@@ -513,6 +597,7 @@ class Session:
         """New weights: every slot's row is void; rows that running requests have stay. `tag` names the new version."""
         with self._lock:
             self._usable()
+            self._between_steps("weights_changed")
             self._collect(wait=True)
             if self._buffer is not None:
                 self._buffer.void_all()
@@ -614,74 +699,16 @@ class Session:
             assert self._step is not None or self._binding.tokens is None
 
 
-def count(name: str, value: object) -> int:
-    """A number of things, at least one.
-
-    Raises: ValueError if it is something else.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-        raise ValueError(
-            f"num_slots, max_tokens and num_layers are whole numbers that count from 1, got {name}={value!r}"
-        )
-    return int(value)
-
-
-def _tokens(request_id: Hashable, num_tokens: object) -> int:
-    """num_tokens of a request, both of them checked; how few it may be is the table's business."""
-    _check_id(request_id)
-    if isinstance(num_tokens, bool) or not isinstance(num_tokens, int | np.integer):
-        raise ValueError(f"request {request_id!r}: num_tokens is a whole number, got {num_tokens!r}")
-    return int(num_tokens)
-
-
-def _check_id(request_id: object) -> None:
-    try:
-        hash(request_id)
-    except TypeError as error:
-        raise ValueError(f"a request id must be hashable, got {request_id!r}") from error
-
-
-def _batch_of(segments: object) -> SegmentBatch:
-    """Segments as columns.
-
-    Raises: ValueError if they are no segments, or a request id is not hashable.
-    """
-    batch = segments
-    if not isinstance(batch, SegmentBatch):
-        if not isinstance(segments, Iterable):
-            raise ValueError(f"segments are Segment(request_id, start, length) in a list, got {segments!r}")
-        listed = list(segments)
-        wrong = next((s for s in listed if not isinstance(s, tuple | list) or len(s) != 3), None)
-        if wrong is not None:
-            raise ValueError(f"a segment is Segment(request_id, start, length), got {wrong!r}")
-        batch = SegmentBatch.of(listed)
-    _check_id(batch.request_ids)
-    return batch
-
-
-def _length(slots: object) -> int:
-    """How many slots there are.
-
-    Raises: ValueError if they are no vector.
-    """
-    given = slots if isinstance(slots, Tensor) else np.asarray(slots)
-    if given.ndim != 1:
-        raise ValueError(f"slots are a vector of integers, one a position, got {type(slots).__name__} {given!r}")
-    return int(given.shape[0])
-
-
-def _distinct(slots: Slots) -> None:
-    """Raises ValueError if a slot on the host stands twice among those that are written."""
-    if isinstance(slots, Tensor) and slots.device.type != "cpu":
-        return
-    given = np.asarray(slots)
-    if given.ndim != 1 or given.dtype.kind not in "iu":
-        return  # the buffer says what is wrong
-    ordered = np.sort(given[given >= 0])
-    twice = ordered[1:][ordered[1:] == ordered[:-1]]
-    if twice.size:
-        raise ValueError(
-            f"slot {int(twice[0])} stands twice among the slots that are written: which row would it hold?"
+def _complete(request_id: Hashable, start: int, rows: Rows) -> None:
+    """The last look before rows leave: every stored layer of every row was really written."""
+    void = np.flatnonzero((rows[:, :, 0] < 0).any(axis=1))
+    if void.size:
+        raise StaleRoutes(
+            f"request {request_id!r}, position {start + int(void[0])} ({void.size} of {len(rows)} rows): its row is "
+            "void: it came from a slot that "
+            "was assigned to a new owner and not written since, or from a step that failed. The request "
+            "stays registered: abort "
+            "it, or forward these tokens again."
         )
 
 
@@ -692,13 +719,12 @@ class _Step:
     unless operators with data-dependent sizes may be traced. For such models, what is compiled inside a step may.
     """
 
-    __slots__ = ("_tracing", "batch", "session", "slots", "taken")
+    __slots__ = ("_tracing", "batch", "session", "slots")
 
     def __init__(self, session: Session, slots: Slots, batch: SegmentBatch) -> None:
         self.session = session
         self.slots = slots
         self.batch = batch
-        self.taken: Slots | None = None
         self._tracing: contextlib.AbstractContextManager[Any] | None = None
 
     def __enter__(self) -> Session:
