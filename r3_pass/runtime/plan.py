@@ -28,6 +28,8 @@ def plan(model: nn.Module, num_slots: int, top_k: int | None = None, num_layers:
         RefusedConfiguration: modules and config do not say which layers route, or the top-k. Run a step, then ask
             the session's geometry.
     """
+    num_slots = count("num_slots", num_slots)
+    top_k = None if top_k is None else count("top_k", top_k)
     structure = inspect(model)
     name = type(model).__name__
     if not structure.may_route:
@@ -43,4 +45,4 @@ def plan(model: nn.Module, num_slots: int, top_k: int | None = None, num_layers:
     if top_k is None:
         raise RefusedConfiguration(f"the config of {name} does not say how many experts a token gets. Pass top_k=.")
     layers = num_layers or max(structure.num_layers(container), stored[-1] + 1)
-    return Geometry(count("num_slots", num_slots), layers, stored, count("top_k", top_k))
+    return Geometry(num_slots, layers, stored, top_k)
