@@ -50,10 +50,10 @@ def save_routes(
     """
     numpy_file = _safetensors()[1]
     ids = list(routes)
-    wrong = next((i for i in ids if isinstance(i, bool) or not isinstance(i, str | int)), None)
-    if wrong is not None:
+    wrong = [i for i in ids if not _is_id(i)]
+    if wrong:
         raise RefusedConfiguration(
-            f"request id {wrong!r} is a {type(wrong).__name__}; a file holds ids that are text or whole numbers. "
+            f"request id {wrong[0]!r} is a {type(wrong[0]).__name__}; a file holds ids that are text or whole numbers. "
             "Save under names of your own."
         )
     parts = [_stored_columns(request_id, np.asarray(rows), description) for request_id, rows in routes.items()]
@@ -97,14 +97,14 @@ def load_routes(
     if _checksum(tensors, texts) != texts["sha256"]:
         raise RefusedConfiguration(f"{where}the checksum does not fit: the file was changed. {_SAVE_AGAIN}")
     description = Description.from_json(texts["description"])
-    rows, lengths, ids = tensors["rows"], tensors["lengths"], json.loads(texts["request_ids"])
+    rows, lengths, ids = tensors["rows"], tensors["lengths"], _ids(where, texts["request_ids"])
     shape = (len(description.layers), description.top_k)
     if rows.dtype != np.int16 or rows.shape[1:] != shape:
         raise RefusedConfiguration(
             f"{where}rows are {rows.dtype}{list(rows.shape)}, expected int16[n, {shape[0]}, {shape[1]}]. {_SAVE_AGAIN}"
         )
-    whole = lengths.dtype == np.int64 and lengths.shape == (len(ids),) and len(set(ids)) == len(ids)
-    if not whole or (lengths < 0).any() or lengths.sum() != len(rows):
+    whole = lengths.dtype == np.int64 and lengths.shape == (len(ids),)
+    if not whole or (lengths < 0).any() or (lengths > len(rows)).any() or lengths.sum() != len(rows):
         raise RefusedConfiguration(
             f"{where}{len(ids)} request ids with lengths {lengths.dtype}{list(lengths.shape)} of {int(lengths.sum())} rows in all, "
             f"{len(rows)} rows are there. {_SAVE_AGAIN}"
@@ -160,6 +160,22 @@ def _stored_columns(request_id: str | int, rows: npt.NDArray[Any], description: 
                 f"{experts or 'some'} experts and -1 behind them, or -1 throughout."
             )
     return stored
+
+
+def _ids(where: str, text: str) -> list[str | int]:
+    try:
+        ids = json.loads(text)
+    except ValueError:
+        ids = None
+    if not isinstance(ids, list) or not all(map(_is_id, ids)) or len(set(ids)) < len(ids):
+        raise RefusedConfiguration(
+            f"{where}its request ids are no list of different texts and whole numbers. {_SAVE_AGAIN}"
+        )
+    return ids
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, str | int) and not isinstance(value, bool)
 
 
 def _read(path: str | os.PathLike[str]) -> tuple[dict[str, npt.NDArray[Any]], dict[str, str]]:

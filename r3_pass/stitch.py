@@ -50,13 +50,11 @@ def stitch(turns: Sequence[Turn]) -> Rows:
         raise ValueError("stitch needs at least one turn")
     shape = np.asarray(turns[0].rows).shape[1:]
     checked = [_checked(number, turn, shape) for number, turn in enumerate(turns)]
-    total = len(checked[-1].tokens) - 1
-    stitched = np.full((total, *shape), -1, dtype=np.int16)
-    end = 0
-    before = np.zeros(0, dtype=np.int64)
+    for number in range(1, len(checked)):
+        _continues(number, checked[number - 1].tokens, checked[number].tokens)
+    stitched = np.full((len(checked[-1].tokens) - 1, *shape), -1, dtype=np.int16)
+    end = reach = 0  # of the rows so far, and where the next turn's may begin at the latest
     for number, (tokens, rows, start) in enumerate(checked):
-        _continues(number, before, tokens)
-        reach = end + 1 if number else 0
         if start > reach:
             raise MissingRoutes(
                 f"turn {number} has rows from position {start} on; position {reach} has none. Ask for it with "
@@ -65,7 +63,7 @@ def stitch(turns: Sequence[Turn]) -> Rows:
         stop = len(tokens) - 1
         taken = max(end, start)
         stitched[taken:stop] = rows[taken - start :]
-        end, before = stop, tokens
+        reach, end = stop + 1, stop
     return stitched
 
 
