@@ -269,8 +269,8 @@ def test_a_long_prefix_hit_takes_little_memory() -> None:
     large = SlotBuffer(geometry, "cuda")
     large.data[:-1] = (torch.arange(100_000, device="cuda") % 30_000).to(torch.int16).view(-1, 1, 1)
     slots = np.random.default_rng(0).permutation(100_000)
-    held = session._buffer, session._table
-    session._buffer, session._table = large, SequenceTable(RowLog(geometry.row_shape))
+    held = session._store.buffer, session._delivery.table
+    session._store.buffer, session._delivery.table = large, SequenceTable(RowLog(geometry.row_shape))
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -280,7 +280,7 @@ def test_a_long_prefix_hit_takes_little_memory() -> None:
     assert torch.cuda.max_memory_allocated() - before < 16 * 2**20
     rows = session.finish("hit", 100_001)
     assert (rows == (slots % 30_000).astype(np.int16)[:, None, None]).all()
-    session._buffer, session._table = held
+    session._store.buffer, session._delivery.table = held
     session.check_integrity()
     session.detach()
 
@@ -291,18 +291,20 @@ def test_a_neighbour_finishes_before_a_prefix_has_arrived() -> None:
     compiled = torch.compile(model, backend=r3_pass.backend("eager"))
     session = r3_pass.runtime.attach(compiled, num_slots=SLOTS)
     x, y = torch.randn(4, HIDDEN, device="cuda"), torch.randn(3, HIDDEN, device="cuda")
-    with session.step(np.arange(4), [Segment("before", 0, 4)]):
-        compiled(x)
+    for ids in (x, y, x):  # whatever is compiled for these lengths is compiled now
+        with session.step(np.arange(len(ids)), [Segment("before", 0, len(ids))]):
+            compiled(ids)
     session.finish("before", 5)
-    stream = session._exporter._prefix_stream
+    want = truth(model, y)
+    stream = session._delivery.exporter._prefix_stream
     assert stream is not None
     with torch.cuda.stream(stream):
         torch.cuda._sleep(500_000_000)  # type: ignore[no-untyped-call]
     session.prefix_hit("hit", 0, np.arange(4))
-    (piece,) = session._arrivals._pieces
+    (piece,) = session._delivery.arrivals._pieces
     with session.step(np.arange(10, 13), [Segment("b", 0, 3)]):
         compiled(y)
-    assert (session.finish("b", 4) == truth(model, y)).all()
+    assert (session.finish("b", 4) == want).all()
     assert not piece.pending.done()
     assert (session.finish("hit", 5) == truth(model, x)).all()
     session.check_integrity()

@@ -65,5 +65,5 @@ class LaggingExporter(Exporter):
 
 def lag(session: Session, chunk_bytes: int = 2**20) -> LaggingExporter:
     """From now on the session's copies lag."""
-    session._exporter = LaggingExporter(chunk_bytes)
-    return session._exporter
+    session._delivery.exporter = LaggingExporter(chunk_bytes)
+    return session._delivery.exporter

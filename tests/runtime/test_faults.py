@@ -39,7 +39,7 @@ def test_a_lost_patch(loop: Loop) -> None:
     loop.step(("a", 0, a[:, :4], range(4)))
     loop.step(("a", 4, a[:, 4:], [4, 5]), ("b", 0, b, range(10, 13)))
     loop.step(("b", 3, prompt(1, 3), [13]))
-    del loop.session._arrivals._steps[1]
+    del loop.session._delivery.arrivals._steps[1]
     with pytest.raises(MissingRoutes, match=r"'a', position 4 \(2 of 6 rows\).*never arrived"):
         loop.session.finish("a", 7)
     loop.session.check_integrity()
@@ -55,7 +55,7 @@ def test_a_lost_piece_of_a_prefix(loop: Loop) -> None:
     lag(loop.session, chunk_bytes=3 * loop.session.geometry.bytes_per_slot)
     loop.session.prefix_hit("b", 0, range(9))
     loop.step(("b", 9, prompt(1, 2), [20]))
-    loop.session._arrivals._pieces.clear()
+    loop.session._delivery.arrivals._pieces.clear()
     with pytest.raises(MissingRoutes, match=r"'b', position [36] \("):
         loop.session.finish("b", 11)
     loop.session.check_integrity()
@@ -220,7 +220,7 @@ def test_no_memory_for_the_copy_of_a_step(loop: Loop, error: Exception) -> None:
 def test_no_memory_for_rows_on_the_host(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
     """The log of rows needs its next chunk, and does not get it."""
     tokens = prompt(4, 1)
-    log = loop.session._table.rows  # type: ignore[union-attr]
+    log = loop.session._delivery.table.rows  # type: ignore[union-attr]
     assert log is not None
     held = log.reserve(log._chunk_rows - log._next % log._chunk_rows - 2)  # two rows from the end of its chunk
 
@@ -232,7 +232,7 @@ def test_no_memory_for_rows_on_the_host(loop: Loop, monkeypatch: pytest.MonkeyPa
         patch.setattr(rows, "_Chunk", fail)
         with pytest.raises(MissingRoutes, match="no memory for the copy of its 4 rows"):
             loop.step(("a", 0, tokens, range(4)))
-    assert log._next == before and "a" not in loop.session._table  # type: ignore[operator]
+    assert log._next == before and "a" not in loop.session._delivery.table  # type: ignore[operator]
     log.check_integrity()
     with pytest.raises(MissingRoutes, match="unknown"):
         loop.session.finish("a", 5)
@@ -261,7 +261,7 @@ def test_no_memory_for_the_copies_of_a_prefix(loop: Loop, copied: int) -> None:
         loop.session.prefix_hit("c", 0, range(12))
     exporter._copy = submit  # type: ignore[method-assign]
     loop.session.check_integrity()
-    assert "c" not in loop.session._table  # type: ignore[operator]
+    assert "c" not in loop.session._delivery.table  # type: ignore[operator]
     loop.step(("b", 1, tokens[:, 1:], range(41, 52)))
     assert (loop.session.finish("b", 13) == loop.truth(tokens)).all()
     assert (loop.session.finish("a", 13) == loop.truth(tokens)).all()

@@ -47,8 +47,8 @@ def test_the_plan_is_what_attach_allocates(options: dict[str, Any], given: dict[
     assert session.geometry == planned
     with torch.no_grad(), session.step(range(3)):
         compiled(torch.zeros(1, 3, dtype=torch.int64))
-    assert session.geometry == planned and session._buffer is not None
-    assert session._buffer.data.nbytes == planned.nbytes
+    assert session.geometry == planned and session._store.buffer is not None
+    assert session._store.buffer.data.nbytes == planned.nbytes
     session.detach()
 
 
@@ -139,7 +139,7 @@ def test_the_session_counts_its_host_bytes() -> None:
     loop = Loop()
     assert loop.session.host_bytes < 2**16
     loop.step(("a", 0, torch.zeros(1, 4, dtype=torch.int64), range(4)))
-    chunk = loop.session._table.rows.chunk_bytes  # type: ignore[union-attr]
+    chunk = loop.session._delivery.table.rows.chunk_bytes  # type: ignore[union-attr]
     assert chunk <= loop.session.host_bytes < chunk + 2**21  # a byte or two of bookkeeping for each of its small rows
     loop.session.detach()
 

@@ -85,7 +85,7 @@ def test_an_abort_that_is_short_says_so(loop: Loop, caplog: pytest.LogCaptureFix
         assert len(loop.session.abort("a", 6)) == 5
         assert not caplog.text
         assert (loop.session.abort("b", 9, start=2) == loop.truth(tokens)[2:]).all()
-    assert "request 'b' was aborted with rows of positions 2 to 4, of 9 tokens" in caplog.text
+    assert "request 'b' was aborted with 3 rows from position 2 on, of 9 tokens" in caplog.text
 
 
 def test_a_middle_chunk_without_output(loop: Loop) -> None:
@@ -167,3 +167,36 @@ def test_rows_from_a_position_on(loop: Loop) -> None:
         with pytest.raises(ValueError, match="start is a position of its 6 rows"):
             loop.session.finish("c", 7, start=wrong)  # type: ignore[arg-type]
     assert (loop.session.abort("c", 7, start=5) == loop.truth(tokens)[5:]).all()
+
+
+@pytest.mark.parametrize("how", ["finish", "abort", "abort unknown"])
+@pytest.mark.parametrize("late", [True, False])
+def test_a_request_that_ends_while_a_step_runs(loop: Loop, how: str, late: bool) -> None:
+    """An output thread finishes or cancels it with a further batch in flight: that batch's rows of it attach to nothing, and its
+    neighbours have theirs."""
+    loop.step(("b", 0, prompt(2, 4), [20, 21]))
+    if late:
+        lag(loop.session)
+    tokens = prompt(6, 1)
+    first = 0 if how == "abort unknown" else 4
+    if first:
+        loop.step(("a", 0, tokens[:, :4], range(4)))
+
+    def call(ids: Tensor) -> None:
+        loop.compiled(ids)
+        end = loop.session.finish if how == "finish" else loop.session.abort
+        assert (end("a", first + 1) == loop.truth(tokens)[:first]).all()
+
+    part = tokens[:, first:]
+    loop.step(("a", first, part, range(first, 6)), ("b", 2, prompt(1, 5), [22]), call=call)
+    loop.session.check_integrity()
+    assert "a" not in loop.session._delivery.table  # type: ignore[operator]
+    assert (loop.session.read(range(first, 6)) == loop.truth(tokens)[first:]).all(), (
+        "their slots have their rows all the same"
+    )
+    with pytest.raises(MissingRoutes, match="'a' is unknown"):
+        loop.session.finish("a", 7)
+    assert (loop.session.finish("b", 4) == loop.truth(prompt(2, 4), prompt(1, 5))).all()
+    assert loop.session._delivery.table.rows.live_rows == 0  # type: ignore[union-attr]
+    loop.step(("a", 0, prompt(3, 7), range(3)))
+    assert (loop.session.finish("a", 4) == loop.truth(prompt(3, 7))).all(), "the name is free again"

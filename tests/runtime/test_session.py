@@ -468,7 +468,7 @@ def test_shapes_that_have_no_place(make: Callable[[], Decoder], reason: str, lay
     for _ in range(2):
         with pytest.raises(RefusedConfiguration, match=reason), session.step(range(3)):
             call(prompt(3))
-    assert session._buffer is None or (session.read(range(3)) == -1).all()
+    assert session._store.buffer is None or (session.read(range(3)) == -1).all()
     session.detach()
     assert torch.equal(call(prompt(3)), want)
 
@@ -999,7 +999,7 @@ def test_arguments_that_make_no_sense(loop: Loop, call: Callable[[Session], Any]
     with pytest.raises(ValueError):
         call(loop.session)
     assert (loop.session.finish("a", 5) == loop.truth(prompt(4))).all()
-    assert "b" not in loop.session._table
+    assert "b" not in loop.session._delivery.table
     loop.goes_on()
 
 
