@@ -16,6 +16,7 @@ from torch import Tensor
 from r3_pass.errors import MissingRoutes, StaleRoutes
 from r3_pass.runtime.arrivals import Arrival, Arrivals
 from r3_pass.runtime.export import Exporter, Pending
+from r3_pass.runtime.inputs import length as length_of
 from r3_pass.runtime.rows import Numbers, RowLog
 from r3_pass.runtime.sequences import SegmentBatch, SequenceTable
 from r3_pass.runtime.slots import Geometry, SlotBuffer, Slots
@@ -168,7 +169,7 @@ class Delivery:
     def _check_taken_over(self, buffer: SlotBuffer, request_id: Hashable, start: int, slots: Slots) -> None:
         assert self.table is not None
         self.collect(buffer, wait=True)
-        for first, rows in self.table.rows.pieces(self.table.numbers(request_id)[start:]):
+        for first, rows in self.table.rows.pieces(self.table.numbers(request_id)[start : start + length_of(slots)]):
             void = _void(rows)
             if void.size:
                 position = first + int(void[0])

@@ -13,8 +13,8 @@ from torch import nn
 
 import r3_pass
 from r3_pass import RefusedConfiguration
-from r3_pass.runtime.engines.base import EngineAdapter
-from r3_pass.runtime.refusals import REFUSALS, Deployment, check_deployment
+from r3_pass.runtime.engines import Deployment, EngineAdapter
+from r3_pass.runtime.refusals import REFUSALS, check_deployment
 
 README = Path(__file__).parent.parent.parent / "README.md"
 
