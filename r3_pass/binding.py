@@ -95,6 +95,7 @@ class Binding:
         paused: how many pauses are open, in any thread: while there is one, graphs run without recording.
         num_layers: decoder layers as the user gave them; None if the structure tells.
         layers: stored layers in order; grows in the first step only.
+        routed: top-k and number of experts of each layer that was placed.
         calls: how often each stored layer was written in the running step.
         captured: a CUDA graph holds the record op, so a step may run without the host seeing it.
         entered_on, ran_on: CUDA streams of the running step, and of its forward once that has begun.
@@ -129,7 +130,7 @@ class Binding:
         self.problems: dict[str, None] = {}
         self.refused: dict[str, None] = {}
         self.modules: dict[int, str] = {}
-        self.experts: dict[int, int] = {}
+        self.routed: dict[int, tuple[int, int]] = {}
         self.lock = threading.RLock()
         self._peers: dict[tuple[str, str], tuple[int, ...]] = {}
         self._lay_out = lay_out
@@ -302,7 +303,7 @@ class Binding:
                     "one choice per token and layer. Two routed MLPs in a layer and layers that run twice cannot be recorded."
                 )
             found[index] = place.module
-            self.experts[index] = site.num_experts
+            self.routed[index] = site.top_k, site.num_experts
             wanted = max(wanted, site.top_k)
         self.modules.update(found)
         placed.update(dict.fromkeys(enumerate(places)))

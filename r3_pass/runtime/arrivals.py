@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -14,8 +15,8 @@ import numpy.typing as npt
 from r3_pass.errors import BufferLayoutError, PartialCapture, R3Error
 from r3_pass.passes.ops import ERROR_DUPLICATE, ERROR_SLOT, ERROR_TOKENS, STATE_CALLS, STATE_ERRORS
 from r3_pass.runtime.export import Pending
-from r3_pass.runtime.rows import RowLog
-from r3_pass.runtime.slots import SlotBuffer, Slots
+from r3_pass.runtime.rows import Numbers, RowLog
+from r3_pass.runtime.slots import SlotBuffer
 
 _FAULTS = {
     ERROR_TOKENS: "a forward ran over another number of tokens than the slot mapping has",
@@ -29,21 +30,28 @@ class Arrival:
     """One copy: the rows of a step, of a piece of a prefix, or no rows and what the device says of a step.
 
     Attributes:
-        first_row: where the rows go in the row log; -1 if there are none.
-        step: number of the step, for messages.
+        first_row: where the rows go in the row log.
+        step: number of the step, for messages; 0 for a piece of a prefix.
         writes: how often the step must have written each layer: once, if it had tokens and was not captured into a CUDA graph.
-        slots: the step's slots, which are void if it turns out to have failed: their KV is new, their rows are not.
+        after: of a piece, how many steps had been added before it was gathered.
+        void: of a piece, that a step before it turned out to have failed: its rows may be anybody's.
     """
 
     pending: Pending
     first_row: int
     step: int = 0
     writes: int = 0
-    slots: Slots | None = None
+    after: int = 0
+    void: bool = False
+
+    def holds(self, numbers: Numbers) -> bool:
+        """Whether a row of these numbers, ascending, is among its rows."""
+        at = int(np.searchsorted(numbers, self.first_row))
+        return at < len(numbers) and int(numbers[at]) < self.first_row + self.pending.num_rows
 
 
 class Arrivals:
-    """Copies in the order of their steps.
+    """Copies in the order of their steps, and those of prefixes beside them: who asks for a step's rows waits for no prefix.
 
     Attributes:
         failure: the first fault that the device reported and nobody was told of yet.
@@ -51,16 +59,26 @@ class Arrivals:
 
     def __init__(self) -> None:
         self.failure: R3Error | None = None
-        self._copies: deque[Arrival] = deque()
+        self._steps: deque[Arrival] = deque()
+        self._pieces: deque[Arrival] = deque()
+        self._added = 0  # steps
+        self._taken = 0  # steps
 
-    def add(self, arrival: Arrival) -> None:
-        self._copies.append(arrival)
+    def add_step(self, arrival: Arrival) -> None:
+        self._added += 1
+        self._steps.append(arrival)
+
+    def add_piece(self, arrival: Arrival) -> None:
+        arrival.after = self._added
+        self._pieces.append(arrival)
 
     def drop(self) -> None:
         """Forget what is on its way; the copies themselves must be over."""
-        for copy in self._copies:
+        for copy in (*self._steps, *self._pieces):
             copy.pending.release()
-        self._copies.clear()
+        self._taken += len(self._steps)
+        self._steps.clear()
+        self._pieces.clear()
 
     def collect(
         self,
@@ -68,24 +86,50 @@ class Arrivals:
         buffer: SlotBuffer | None,
         layers: tuple[int, ...],
         wait: bool,
-        up_to: int | None = None,
+        numbers: Numbers | None = None,
     ) -> None:
-        """Take in what has arrived; with `wait`, everything, or what holds rows up to a number of the row log.
+        """Take in what has arrived; with `wait`, everything, or what holds the rows with these numbers, ascending.
 
-        Rows of a step with a fault are filled in as void, so that whoever asks for them gets an error.
+        Rows of a step with a fault are filled in as void, so that whoever asks for them gets an error. All of the
+        buffer is void then too: where the step wrote is not known, nor what was moved since.
         """
-        while self._copies and (self._copies[0].pending.done() or wait):
-            if up_to is not None and not self._copies[0].pending.done() and self._copies[0].first_row > up_to:
-                return
-            copy = self._copies.popleft()
-            rows, flags = copy.pending.wait()
-            fault = _fault(flags, copy, layers) if flags is not None else None
-            self.failure = self.failure or fault
-            if fault is not None and copy.slots is not None and buffer is not None:
-                buffer.void(copy.slots)
-            if copy.first_row >= 0 and log is not None and len(rows):
-                log.fill(copy.first_row, np.full_like(rows, -1) if fault is not None else rows)
+        for copy in self._ready(self._steps, wait, numbers):
+            self._take_step(copy, log, buffer, layers)
+        for copy in self._ready(self._pieces, wait, numbers):
+            while self._taken < copy.after:  # a fault of a step before it must be known first
+                self._take_step(self._steps[0], log, buffer, layers)
+                self._steps.popleft()
+            rows, _ = copy.pending.wait()
+            if log is not None:
+                log.fill(copy.first_row, np.full_like(rows, -1) if copy.void else rows)
             copy.pending.release()
+
+    @staticmethod
+    def _ready(copies: deque[Arrival], wait: bool, numbers: Numbers | None) -> Iterator[Arrival]:
+        """From the front: all up to the last one that is waited for, and those behind it that are there. Each is in the queue until
+        it was taken in."""
+        wanted = 0
+        if wait:
+            held = (n for n, copy in enumerate(copies, start=1) if numbers is None or copy.holds(numbers))
+            wanted = max(held, default=0)
+        while copies and (wanted > 0 or copies[0].pending.done()):
+            wanted -= 1
+            yield copies[0]
+            copies.popleft()
+
+    def _take_step(self, copy: Arrival, log: RowLog | None, buffer: SlotBuffer | None, layers: tuple[int, ...]) -> None:
+        rows, flags = copy.pending.wait()
+        self._taken += 1
+        fault = _fault(flags, copy, layers) if flags is not None else None
+        if fault is not None:
+            self.failure = self.failure or fault
+            for piece in self._pieces:
+                piece.void = piece.void or piece.after >= self._taken
+            if buffer is not None:
+                buffer.void_all()
+        if log is not None and len(rows):
+            log.fill(copy.first_row, np.full_like(rows, -1) if fault is not None else rows)
+        copy.pending.release()
 
     def raise_failure(self) -> None:
         """Raise a fault, once."""

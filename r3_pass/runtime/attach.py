@@ -11,7 +11,9 @@ from r3_pass.backend import Backend
 from r3_pass.errors import NoRouterFound, RefusedConfiguration, UnsupportedEngine
 from r3_pass.runtime.engines import ADAPTERS
 from r3_pass.runtime.engines.base import EngineAdapter
-from r3_pass.runtime.session import Session, count
+from r3_pass.runtime.inputs import count
+from r3_pass.runtime.refusals import check_deployment
+from r3_pass.runtime.session import Session
 from r3_pass.structure import inspect, numbered, text_config
 
 
@@ -81,6 +83,7 @@ def _attach_engine(engine: Any, backend: Backend | str | None, num_layers: int |
         adapter = known(engine)  # type: ignore[call-arg]  # adapters are built from the engine
     session: Session | None = None
     try:
+        check_deployment(adapter.deployment)
         session = _session_of(adapter, backend, num_layers)
         adapter.install(session)
     except BaseException:
@@ -186,8 +189,18 @@ def _refuse_model(model: nn.Module) -> None:
 
 
 def _device_of(model: nn.Module) -> torch.device:
+    """The device of the decoder layers.
+
+    Raises: RefusedConfiguration if they lie on several.
+    """
     named = list(model.named_parameters())
-    return next(
-        (p.device for name, p in named if numbered(name)),
-        named[0][1].device if named else torch.device("cpu"),
-    )
+    layers = {p.device: name for name, p in reversed(named) if numbered(name)}
+    if len(layers) > 1:
+        where = " and ".join(
+            f"{name} on {device}" for device, name in sorted(layers.items(), key=lambda item: str(item[0]))
+        )
+        raise RefusedConfiguration(
+            f"{type(model).__name__} lies on several devices ({where}); the slot buffer lies on one, and graphs of the other "
+            "layers could not write to it. Load the model onto one device."
+        )
+    return next(iter(layers), named[0][1].device if named else torch.device("cpu"))

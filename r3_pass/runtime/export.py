@@ -92,6 +92,11 @@ class Exporter:
             self._prefix_stream = torch.cuda.Stream(self.device)
 
     @property
+    def at_once(self) -> bool:
+        """Whether every copy is over when `submit` returns."""
+        return self._token_stream is None
+
+    @property
     def host_bytes(self) -> int:
         """Page-locked memory, in use or ready for use."""
         return self._pool.num_bytes

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from r3_pass.errors import BufferLayoutError
 from r3_pass.passes.ops import HEADER
+from r3_pass.runtime.memory import allocate
+from r3_pass.runtime.pinned import pinned
 
 Slots = Tensor | npt.ArrayLike
 
@@ -29,8 +31,7 @@ class SlotMapping:
     def __init__(self, max_tokens: int, device: torch.device) -> None:
         self.max_tokens = max_tokens
         self.device = device
-        with torch.inference_mode(False):
-            self.static = torch.full((HEADER + max_tokens,), -1, dtype=torch.int64, device=device)
+        self.static = allocate((HEADER + max_tokens,), torch.int64, device, f"the slot mapping of {max_tokens} tokens")
         self._used = 0
 
     def check(self, slots: Slots, num_slots: int, segment_tokens: int) -> npt.NDArray[np.int64] | Tensor:
@@ -105,7 +106,7 @@ class SlotMapping:
         staged[HEADER : HEADER + length] = slots
         host = torch.from_numpy(staged)
         if self.device.type == "cuda":
-            host = host.pin_memory()
+            host = pinned(host)
         self.static[: HEADER + reach].copy_(host, non_blocking=True)
 
     def close(self) -> None:
