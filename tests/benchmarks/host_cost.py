@@ -9,8 +9,8 @@ compiled model where there is no GPU) and is not counted. Microseconds of host t
     leave       until the step is left: requests extended, the snapshot and its copy queued
     loop        what it replaces: for each request, its row out of the step's block into an array of its own, which grows
 
-The loop is given the rows on the host for nothing: no mapping, no copies. Enter takes in the rows of the step before, so that enter + leave
-is all that a step costs, delivery included.
+The loop is given the rows on the host for nothing: no mapping, no copies. Enter takes in the rows of the step before, so that
+enter + leave is all that a step costs, delivery included.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def measure(name: str, context: int, steps: int) -> dict[str, Any]:
     lengths = np.ones(BATCH, np.int64)
     fill = np.zeros((context, layers, top_k), np.int16)
     for i in range(BATCH):  # a context of rows for each request: its length is what matters here
-        session._table.extend(SegmentBatch([names[i]], [0], [context]))  # type: ignore[union-attr]
-        session._table.rows.fill(session._table.rows.reserve(0) - context, fill)  # type: ignore[union-attr]
+        session._delivery.table.extend(SegmentBatch([names[i]], [0], [context]))  # type: ignore[union-attr]
+        session._delivery.table.rows.fill(session._delivery.table.rows.reserve(0) - context, fill)  # type: ignore[union-attr]
     loop = Loop(context, layers, top_k)
     times: dict[str, list[float]] = {"enter": [], "leave": [], "loop": []}
     gc.disable()
