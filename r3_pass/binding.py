@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from r3_pass import streams
 from r3_pass.errors import BufferLayoutError, RefusedConfiguration
 from r3_pass.passes.site import Rejected
 from r3_pass.passes.witness import Witnesses
@@ -98,7 +99,7 @@ class Binding:
         routed: top-k and number of experts of each layer that was placed.
         calls: how often each stored layer was written in the running step.
         captured: a CUDA graph holds the record op, so a step may run without the host seeing it.
-        entered_on, ran_on: CUDA streams of the running step, and of its forward once that has begun.
+        entered_on, ran_on: CUDA streams (handles) of the running step, and of its forward once that has begun.
     """
 
     def __init__(
@@ -125,8 +126,9 @@ class Binding:
         self.calls: list[int] = []
         self.captured = False
         self.capturing = False
-        self.entered_on: torch.cuda.Stream | None = None
-        self.ran_on: torch.cuda.Stream | None = None
+        self.begun = True
+        self.entered_on: streams.Raw | None = None
+        self.ran_on: streams.Raw | None = None
         self.problems: dict[str, None] = {}
         self.refused: dict[str, None] = {}
         self.modules: dict[int, str] = {}
@@ -460,14 +462,23 @@ class Binding:
                 "Give one slot for each token that is forwarded, -1 for padding."
             )
 
-    def join_streams(self) -> None:
-        """At a step's first graph: a forward on another stream than the step was entered on comes after the step's mapping."""
+    def begin(self) -> None:
+        """At a step's first graph: weights moved in the model are seen, and the forward comes after the step's mapping."""
+        if self.begun:
+            return
+        self.begun = True
+        if self.weights_replaced():
+            self.claim()
+        if self.device.type == "cuda":
+            self._join_streams()
+
+    def _join_streams(self) -> None:
+        """A forward on another stream than the step was entered on comes after the step's mapping."""
         entered, self.entered_on = self.entered_on, None
         if entered is None or torch.cuda.is_current_stream_capturing():
             return
-        self.ran_on = torch.cuda.current_stream(self.device)
-        if self.ran_on != entered:
-            self.ran_on.wait_stream(entered)
+        self.ran_on = streams.current(self.device)
+        streams.order(self.ran_on, entered, self.device)
 
     def settle(self) -> None:
         """After a CUDA graph was captured: replays on the current stream come after what its record ops were given to read."""

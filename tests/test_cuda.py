@@ -264,6 +264,7 @@ def test_a_long_prefix_hit_takes_little_memory() -> None:
     x = torch.randn(4, HIDDEN, device="cuda")
     with session.step(np.arange(4), [Segment("before", 0, 4)]):
         compiled(x)
+    session.abort("before", 5)  # its copy has arrived: the table below has rows of another shape
     # The geometry of a large model, beside the small one that runs.
     geometry = Geometry(num_slots=100_000, num_layers=61, stored=tuple(range(61)), top_k=8)
     large = SlotBuffer(geometry, "cuda")

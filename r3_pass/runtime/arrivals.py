@@ -140,15 +140,15 @@ class Arrivals:
 
 def _fault(flags: npt.NDArray[np.int32], copy: Arrival, layers: tuple[int, ...]) -> R3Error | None:
     """What the device says of a step."""
+    calls = flags[STATE_CALLS:]
+    if not flags[STATE_ERRORS] and (calls == copy.writes).all():
+        return None
     found = [text for bit, text in _FAULTS.items() if int(flags[STATE_ERRORS]) & bit]
     if found:
         return BufferLayoutError(
             f"step {copy.step}: {' and '.join(found)}, found on the device. The rows of that step were not recorded. Give one "
             "slot for each token that is forwarded, each at most once, -1 for padding."
         )
-    calls = flags[STATE_CALLS:]
-    if (calls == copy.writes).all():
-        return None
     wrong = np.flatnonzero(calls != copy.writes)
     return PartialCapture(
         f"step {copy.step}: layers {[layers[m] for m in wrong]} were written {calls[wrong].tolist()} times, expected "

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from r3_pass.errors import MissingRoutes, StaleRoutes
 from r3_pass.runtime.arrivals import Arrival, Arrivals
-from r3_pass.runtime.export import Exporter, Pending
+from r3_pass.runtime.export import Exporter, Pending, Staged
 from r3_pass.runtime.inputs import length as length_of
 from r3_pass.runtime.rows import Numbers, RowLog
 from r3_pass.runtime.sequences import SegmentBatch, SequenceTable
@@ -98,18 +98,43 @@ class Delivery:
         try:
             first, pending = self._queue(buffer, slots, batch, gone, state)
         except _OUT_OF_MEMORY as error:
-            raise MissingRoutes(
-                f"step {self._steps}: there is no memory for the copy of its {batch.num_tokens} rows ({error}). They are "
-                "void; requests of this step cannot finish: abort them, or forward these tokens again."
-            ) from error
+            raise self._no_memory(batch, error) from error
         self.arrivals.add_step(Arrival(pending, first, self._steps, writes))
 
-    def _queue(
-        self, buffer: SlotBuffer, slots: Tensor, batch: SegmentBatch, gone: set[Hashable], state: Tensor
-    ) -> tuple[int, Pending]:
+    def stage(self, entries: int, geometry: Geometry, num_rows: int) -> Staged | None:
+        """See `Exporter.stage`; None also if there is no memory for it."""
+        try:
+            return self.exporter.stage(entries, geometry, num_rows)
+        except _OUT_OF_MEMORY:
+            return None
+
+    def send_staged(self, staged: Staged, batch: SegmentBatch, gone: set[Hashable], writes: int) -> None:
+        """As `send`, of a step whose rows the record kernel writes to the host.
+
+        Raises: as `send`.
+        """
+        self._steps += 1
+        pending = self.exporter.complete(staged)
+        try:
+            first = self._extend(batch, gone) if batch.num_tokens else -1
+        except _OUT_OF_MEMORY as error:
+            pending.release()
+            raise self._no_memory(batch, error) from error
+        self.arrivals.add_step(Arrival(pending, first, self._steps, writes))
+
+    def give_up(self, staged: Staged) -> None:
+        """The step failed: wait for what it queued, and drop it."""
+        self.exporter.complete(staged).release()
+
+    def _no_memory(self, batch: SegmentBatch, error: Exception) -> MissingRoutes:
+        return MissingRoutes(
+            f"step {self._steps}: there is no memory for the copy of its {batch.num_tokens} rows ({error}). They are "
+            "void; requests of this step cannot finish: abort them, or forward these tokens again."
+        )
+
+    def _extend(self, batch: SegmentBatch, gone: set[Hashable]) -> int:
+        """Numbers for the rows of a batch; rows of requests that are gone are freed at once. Returns the first."""
         assert self.table is not None
-        if not batch.num_tokens:
-            return self.table.rows.reserve(0), self.exporter.submit(buffer.data[:0], state)
         nobody: list[Hashable] = []
         if gone and (gone & set(batch.request_ids)):
             nobody = [object() if request_id in gone else None for request_id in batch.request_ids]
@@ -120,6 +145,15 @@ class Delivery:
         for new in nobody:
             if new is not None:
                 self.table.drop(new)
+        return first
+
+    def _queue(
+        self, buffer: SlotBuffer, slots: Tensor, batch: SegmentBatch, gone: set[Hashable], state: Tensor
+    ) -> tuple[int, Pending]:
+        assert self.table is not None
+        if not batch.num_tokens:
+            return self.table.rows.reserve(0), self.exporter.submit(buffer.data[:0], state)
+        first = self._extend(batch, gone)
         try:
             return first, self.exporter.submit(buffer.gather(slots), state)
         except BaseException:

@@ -8,12 +8,16 @@ from collections.abc import Hashable
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from r3_pass import streams
 from r3_pass.errors import MissingRoutes, R3Error, RefusedConfiguration
 from r3_pass.runtime.coverage import Reasons, check_coverage
 from r3_pass.runtime.delivery import Delivery
+from r3_pass.runtime.export import Staged
 from r3_pass.runtime.sequences import SegmentBatch
 from r3_pass.runtime.slots import Slots
 from r3_pass.runtime.store import SlotStore
@@ -27,14 +31,16 @@ class Step:
 
     Attributes:
         gone: requests that were finished or aborted while the step is open.
+        staged: where the record kernel writes the step's rows to the host, if it does.
     """
 
-    __slots__ = ("_steps", "_tracing", "batch", "gone", "slots")
+    __slots__ = ("_steps", "_tracing", "batch", "gone", "slots", "staged")
 
     def __init__(self, steps: Steps, slots: Slots, batch: SegmentBatch) -> None:
         self.slots = slots
         self.batch = batch
         self.gone: set[Hashable] = set()
+        self.staged: Staged | None = None
         self._steps = steps
         self._tracing: contextlib.AbstractContextManager[Any] | None = None
 
@@ -115,21 +121,32 @@ class Steps:
                     "a step was entered while session.paused() is open, so its forward would not be recorded. Leave the pause "
                     "first (of every thread), or pause inside the step."
                 )
-            if binding.weights_replaced():
-                binding.claim()
             checked = store.mapping.check(step.slots, store.num_slots, step.batch.num_tokens)
             self._delivery.check(step.batch)
-            store.mapping.put(checked)
-            if isinstance(checked, Tensor):
-                store.flag_duplicates(checked)
+            self._put(step, checked)
             binding.calls = [0] * len(binding.layers)
-            binding.capturing = False
+            binding.capturing = binding.begun = False
             binding.problems.clear()
             binding.refused.clear()
             binding.tokens = len(checked)
             if self._device.type == "cuda":
-                binding.entered_on = torch.cuda.current_stream(self._device)
+                binding.entered_on = streams.current(self._device)
             self.open = step
+
+    def _put(self, step: Step, slots: npt.NDArray[np.int64] | Tensor) -> None:
+        """Queue the slot mapping, and with it where the rows go on the host if the kernel can write them there."""
+        store = self._store
+        assert store.mapping is not None
+        if isinstance(slots, Tensor):
+            store.mapping.put(slots)
+            store.flag_duplicates(slots)
+            return
+        if store.buffer is not None and store.proved:  # its layout changes no more
+            step.staged = self._delivery.stage(store.mapping.entries(len(slots)), store.geometry, step.batch.num_tokens)
+        if step.staged is None:
+            store.mapping.put(slots)
+        else:
+            store.mapping.put_staged(slots, step.staged)
 
     def exit(self, step: Step, failed: bool) -> None:
         with self._lock:
@@ -137,13 +154,13 @@ class Steps:
             store, binding = self._store, self._store.binding
             tokens, binding.tokens = binding.tokens, None
             binding.settle()
-            if binding.ran_on is not None and binding.ran_on != (now := torch.cuda.current_stream(self._device)):
-                now.wait_stream(binding.ran_on)
+            if binding.ran_on is not None:
+                streams.order(streams.current(self._device), binding.ran_on, self._device)
             binding.entered_on = binding.ran_on = None
             if store.mapping is not None and (binding.captured or failed or binding.paused):
                 store.mapping.close()
             if failed or binding.paused:
-                self._give_up(tokens)
+                self._give_up(step, tokens)
                 if failed:
                     return
                 raise RefusedConfiguration(
@@ -154,7 +171,7 @@ class Steps:
                 try:
                     store.proved = check_coverage(binding, self._reasons) or store.proved
                 except R3Error:
-                    self._give_up(tokens)
+                    self._give_up(step, tokens)
                     raise
             if store.buffer is not None and store.mapping is not None:
                 self._send(step, tokens)
@@ -162,25 +179,31 @@ class Steps:
     def _send(self, step: Step, tokens: int | None) -> None:
         store, binding = self._store, self._store.binding
         assert store.buffer is not None and store.mapping is not None
-        slots = store.mapping.slots(step.batch.num_tokens)
         writes = int(bool(tokens) and not binding.capturing)
         try:
+            if step.staged is not None:
+                self._delivery.send_staged(step.staged, step.batch, step.gone, writes)
+                return
+            slots = store.mapping.slots(step.batch.num_tokens)
             self._delivery.send(store.buffer, slots, step.batch, step.gone, binding.state, writes)
         except MissingRoutes:
             store.void(tokens)  # what the device says of the step is lost with the copy: its rows are not proved
             raise
         finally:
-            binding.state.zero_()
+            if step.staged is None:
+                binding.state.zero_()
         if self._delivery.exporter.at_once:
             self._delivery.collect(store.buffer, wait=True)
             self._delivery.arrivals.raise_failure()
 
-    def _give_up(self, tokens: int | None) -> None:
+    def _give_up(self, step: Step, tokens: int | None) -> None:
         """After a step that failed: slots of which only some layers were written are void, and the next step starts afresh."""
         binding = self._store.binding
         complete = bool(binding.calls) and all(binding.calls) and not binding.problems and not binding.refused
         complete = complete and not binding.paused
         if (binding.captured or any(binding.calls) or binding.paused > 0) and not complete:
             self._store.void(tokens)
+        if step.staged is not None:
+            self._delivery.give_up(step.staged)
         binding.state.zero_()
         binding.claim()  # had weights been replaced one by one, this finds them

@@ -294,7 +294,7 @@ def test_a_buffer_that_does_not_fit(loop: Loop, how: str, monkeypatch: pytest.Mo
             real: Callable[..., Tensor] = torch.empty
             patch.setattr(torch, "empty", lambda shape, **k: real(shape, **k) if len(shape) < 3 else fail())
         words = rf"slot buffer \(3000 slots of {per_slot} bytes and a spare row\) does not fit on cpu: {3001 * per_slot} bytes, "
-        words += "16016 bytes are free" if how == "free" else "its allocation failed"
+        words += "16032 bytes are free" if how == "free" else "its allocation failed"
         with pytest.raises(RefusedConfiguration, match=words):
             loop.session.wake(3000, max_tokens=2000)
     loop.session.check_integrity()
