@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from r3_pass.errors import BufferLayoutError, RefusedConfiguration
-from r3_pass.passes.site import Rejected
+from r3_pass.passes.site import Accepted, Rejected
 from r3_pass.passes.witness import Witnesses
 from r3_pass.structure import Block, Structure, inspect, named_weights, numbered
 
@@ -95,6 +95,7 @@ class Binding:
         paused: how many pauses are open, in any thread: while there is one, graphs run without recording.
         num_layers: decoder layers as the user gave them; None if the structure tells.
         layers: stored layers in order; grows in the first step only.
+        named: by layer, how many experts there are, where its router chooses among more (a padded weight): checked on the host.
         calls: how often each stored layer was written in the running step.
         captured: a CUDA graph holds the record op, so a step may run without the host seeing it.
         entered_on, ran_on: CUDA streams of the running step, and of its forward once that has begun.
@@ -129,7 +130,7 @@ class Binding:
         self.problems: dict[str, None] = {}
         self.refused: dict[str, None] = {}
         self.modules: dict[int, str] = {}
-        self.experts: dict[int, int] = {}
+        self.named: dict[int, int] = {}
         self.lock = threading.RLock()
         self._peers: dict[tuple[str, str], tuple[int, ...]] = {}
         self._lay_out = lay_out
@@ -302,7 +303,7 @@ class Binding:
                     "one choice per token and layer. Two routed MLPs in a layer and layers that run twice cannot be recorded."
                 )
             found[index] = place.module
-            self.experts[index] = site.num_experts
+            self._name_experts(index, place.block, site)
             wanted = max(wanted, site.top_k)
         self.modules.update(found)
         placed.update(dict.fromkeys(enumerate(places)))
@@ -320,6 +321,15 @@ class Binding:
             kernels.prepare(columns)
         problems = dict.fromkeys(p.problem for p in places if p.problem)
         return Placement(graph, weights, problems, tuple(n for n in numbers if n >= 0), columns)
+
+    def _name_experts(self, layer: int, block: Block, site: Accepted) -> None:
+        """Note how many ids of a layer name an expert, by the graph, else by the model's modules."""
+        evidence = self.structure.experts.get(block)
+        named = site.named
+        if named is None and evidence is not None and evidence.count < site.num_experts <= 2 * evidence.count:
+            named = evidence.count
+        if named is not None and named < site.num_experts:
+            self.named[layer] = named
 
     def _hangs_as_named(self, weight: Any) -> bool:
         """Whether a weight is the model's, and its marks say where."""

@@ -41,6 +41,7 @@ from r3_pass.registry.dataflow import (
     spelling,
     value,
 )
+from r3_pass.registry.order import out_of_order
 from r3_pass.registry.scores import Root
 
 IDS, MASK, PERM, SEL, TOK, PROD = "IDS", "MASK", "PERM", "SEL", "TOK", "PROD"
@@ -56,6 +57,11 @@ _GROUPED = frozenset(["grouped_mm"])
 _MIXING = frozenset(
     {"add", "sub", "mul", "where", "masked_scatter", "setitem", "index_put", "maximum", "minimum", "xor"}
 )
+_BOUNDS = frozenset({
+    "gt", "ge", "lt", "le", "clamp", "clip", "clamp_min", "clamp_max", "minimum", "maximum", "where", "masked_fill",
+})  # fmt: skip
+_CHOOSING = frozenset({"where", "masked_scatter", "maximum", "minimum"})
+_UNCHANGED = _REARRANGE | {"getitem", "cat", "stack", "gather", "roll", "flip", "index_select", "narrow", "select"}
 _SCORING = frozenset({
     "softmax", "log_softmax", "sigmoid", "add", "mul", "div", "to", "float", "view", "masked_fill", "tanh", "exp", "getitem",
     "where", "contiguous", "type_as", "transpose",
@@ -75,6 +81,9 @@ class Dispatch:
         fates: what else they were used for, in words.
         direct: IDS values that a proof starts from at once, without another IDS value between.
         mixed: IDS values in which other choices than the selection's were mixed, and how.
+        among: of how many things ids pick one, wherever that is seen: rows of a bank or a table, classes of a one-hot.
+        equal_to: numbers that ids are compared with, one expert after the other.
+        bounded: ids are compared by size or clamped: what lies past the experts has a meaning of its own (zero experts, say).
     """
 
     events: dict[fx.Node, str] = dataclasses.field(default_factory=dict)
@@ -85,10 +94,28 @@ class Dispatch:
     fates: dict[str, None] = dataclasses.field(default_factory=dict)
     direct: set[fx.Node] = dataclasses.field(default_factory=set)
     mixed: dict[fx.Node, str] = dataclasses.field(default_factory=dict)
+    among: set[int] = dataclasses.field(default_factory=set)
+    equal_to: set[int] = dataclasses.field(default_factory=set)
+    bounded: bool = False
 
     @property
     def proved(self) -> bool:
         return bool(self.events)
+
+    def named(self, choices: int) -> int | None:
+        """How many of the choices name an expert: all but the padding of a router's weight. None if this graph does not show it."""
+        if self.bounded:
+            return choices
+        if self.among:
+            return min(max(self.among), choices)
+        if len(self.equal_to) >= 2 and self.equal_to == set(range(len(self.equal_to))):
+            return min(len(self.equal_to), choices)
+        banks = [dims(w) for w in self.weights if len(dims(w)) >= 3]
+        first = {shape[0] for shape in banks}
+        if len(first) == 1 and not any(choices in shape for shape in banks):
+            (held,) = first
+            return int(held) if isinstance(held, int) and held < choices <= 2 * held else choices
+        return None if not banks else choices
 
 
 class _Follow:
@@ -164,6 +191,8 @@ class _Follow:
         name = spelling(user)
         if name in ("roll", "flip", "fliplr", "flipud"):
             return f"{name} ({user.name}) moves them to other tokens or columns"
+        if out_of_order(self.flow, user):
+            return f"{name} ({user.name}) moves them to other tokens"
         if name not in _MIXING:
             return ""
         for other in self._others(user, node):
@@ -175,11 +204,28 @@ class _Follow:
                 or seen.dtype == torch.bool
             ):
                 continue
+            if name in _CHOOSING and self._is_choice(other):
+                return f"{name} ({user.name}) takes one or another of them ({node.name}, {other.name})"
             if all(size == 1 for size in dims(other)) or self.labels.get(other):
                 continue
             if spelling(other) in RANDOM or (self.flow.kind(other) == "data" and not self._made_of_ids(other)):
                 return f"{name} ({user.name}) mixes them with other integers ({other.name})"
         return ""
+
+    def _is_choice(self, node: fx.Node) -> bool:
+        """Whether a value is these ids, or some of them, as they were chosen."""
+        stack, seen = [node], {node}
+        while stack:
+            top = stack.pop()
+            if top in self.starts:
+                return True
+            if spelling(top) not in _UNCHANGED:
+                continue
+            for source in self.flow.inputs(top):
+                if source not in seen and is_tensor(source) and not value(source).dtype.is_floating_point:
+                    seen.add(source)
+                    stack.append(source)
+        return False
 
     def _made_of_ids(self, node: fx.Node) -> bool:
         """Whether a value comes from these ids (and their scores) alone: a place in an expert's queue, say."""
@@ -267,6 +313,17 @@ class _Follow:
                     stack.append(source)
         return False
 
+    def _counts_experts(self, size: Any) -> bool:
+        """Whether a size can be the number of experts: what was chosen among, or less where the router's weight is padded."""
+        if size == self.experts:
+            return True
+        return isinstance(size, int) and isinstance(self.experts, int) and 2 <= size < self.experts <= 2 * size
+
+    def _is_bank(self, weight: fx.Node) -> bool:
+        """Whether a weight holds all experts' parameters."""
+        shape = dims(weight)
+        return len(shape) >= 3 and (self.experts in shape or self._counts_experts(shape[0]))
+
     def _made_by_experts(self, node: fx.Node) -> bool:
         """True if parameters with an expert dimension, or several experts stacked, are contracted on the way to this value."""
         stack, seen = [node], {node}
@@ -276,12 +333,12 @@ class _Follow:
             if (
                 name in ("stack", "cat")
                 and len(self.flow.inputs(top)) >= 2
-                and self.experts in (len(self.flow.inputs(top)), None)
+                and (self.experts is None or self._counts_experts(len(self.flow.inputs(top))))
             ):
                 return True
             if name in CONTRACTIONS or is_opaque(top):
                 weights = [n for n in self.flow.inputs(top) if self.flow.kind(n) == "weight"]
-                if any(len(dims(w)) >= 3 and self.experts in dims(w) for w in weights):
+                if any(self._is_bank(w) for w in weights):
                     return True
             for source in self.flow.inputs(top):
                 if (
@@ -307,6 +364,7 @@ class _Follow:
     # ---- one rule set for each label ----------------------------------------------------------------------------
     def _ids(self, node: fx.Node, user: fx.Node, name: str, origin: fx.Node) -> None:
         others = self._others(user, node)
+        self._range(node, user, name)
         if is_opaque(user) or name in _GROUPED:
             if not self._fused(node, user, origin):
                 self._ids_go(node, user, origin)
@@ -353,6 +411,15 @@ class _Follow:
             for item in self.flow.users(user):
                 self._ids_go(node, item, origin)
 
+    def _range(self, node: fx.Node, user: fx.Node, name: str) -> None:
+        """Note what an operator says of how many experts the ids can name."""
+        if name in _BOUNDS:
+            self.found.bounded = True
+        elif name == "eq" and isinstance(number := argument(user, 1, "other"), int):
+            self.found.equal_to.add(number)
+        elif name == "one_hot" and isinstance(classes := argument(user, 1, "num_classes"), int) and classes > 0:
+            self.found.among.add(classes)
+
     def _scattered(self, node: fx.Node, user: fx.Node, name: str, origin: fx.Node) -> None:
         target = self.flow.operand(user, user.args[0]) if user.args else None
         if target is node:
@@ -379,6 +446,8 @@ class _Follow:
                 return True
             return False
         kind = self.flow.kind(source)
+        if kind == "weight" and isinstance(held := next(iter(dims(source)), None), int):
+            self.found.among.add(held)
         if kind == "const" or (
             kind == "weight"
             and is_tensor(source)
@@ -397,7 +466,7 @@ class _Follow:
             axis = argument(user, 1, "dim") if name in ("gather", "index_select") else argument(user, 2, "dim")
             position = axis if isinstance(axis, int) else _indexed_dimension(user, node, self.flow)
             shape = dims(source)
-            expert_axis = position is not None and shape and shape[position % len(shape)] == self.experts
+            expert_axis = position is not None and shape and self._counts_experts(shape[position % len(shape)])
             if expert_axis and len(shape) >= 3 and self._made_by_experts(source):
                 self._event(user, "outputs", origin, [])
             elif IDS in self.labels.get(source, ()):
@@ -571,7 +640,7 @@ class _Follow:
         others = self._others(user, node)
         if is_opaque(user) or name in CONTRACTIONS:
             weights = [n for n in others if self.flow.kind(n) == "weight" and len(dims(n)) >= 2]
-            if any(len(dims(w)) >= 3 and self.experts in dims(w) for w in weights) and name not in _GROUPED:
+            if any(self._is_bank(w) for w in weights) and name not in _GROUPED:
                 self._event(user, "experts", origin, weights)
             elif weights and name not in _GROUPED:
                 birth = self.births.get(node, node)

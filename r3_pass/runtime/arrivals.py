@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
+from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
 
-from r3_pass.errors import BufferLayoutError, PartialCapture, R3Error
+from r3_pass.errors import BufferLayoutError, PartialCapture, R3Error, RefusedConfiguration
 from r3_pass.passes.ops import ERROR_DUPLICATE, ERROR_SLOT, ERROR_TOKENS, STATE_CALLS, STATE_ERRORS
 from r3_pass.runtime.export import Pending
 from r3_pass.runtime.rows import RowLog
@@ -67,10 +68,14 @@ class Arrivals:
         log: RowLog | None,
         buffer: SlotBuffer | None,
         layers: tuple[int, ...],
+        named: Mapping[int, int],
         wait: bool,
         up_to: int | None = None,
     ) -> None:
         """Take in what has arrived; with `wait`, everything, or what holds rows up to a number of the row log.
+
+        Args:
+            named: by layer, how many ids name an expert, where a router chooses among more.
 
         Rows of a step with a fault are filled in as void, so that whoever asks for them gets an error.
         """
@@ -80,6 +85,7 @@ class Arrivals:
             copy = self._copies.popleft()
             rows, flags = copy.pending.wait()
             fault = _fault(flags, copy, layers) if flags is not None else None
+            fault = fault or past_experts(rows, layers, named)
             self.failure = self.failure or fault
             if fault is not None and copy.slots is not None and buffer is not None:
                 buffer.void(copy.slots)
@@ -92,6 +98,23 @@ class Arrivals:
         if self.failure is not None:
             failure, self.failure = self.failure, None
             raise failure
+
+
+def past_experts(rows: npt.NDArray[np.int16], layers: tuple[int, ...], named: Mapping[int, int]) -> R3Error | None:
+    """An error if an id names no expert, but the padding of a router's weight.
+
+    Args:
+        rows: int16 [n, M, K].
+    """
+    for layer, count in named.items():
+        chosen = rows[:, layers.index(layer)] if len(rows) else rows
+        if chosen.size and int(chosen.max()) >= count:
+            return RefusedConfiguration(
+                f"layer {layer} chose expert {int(chosen.max())}, but only {count} experts are there: the router's weight "
+                "is padded, and its padding was chosen. Such rows are not handed out. Mask the padding's scores with -inf "
+                "before the choice."
+            )
+    return None
 
 
 def _fault(flags: npt.NDArray[np.int32], copy: Arrival, layers: tuple[int, ...]) -> R3Error | None:

@@ -28,7 +28,7 @@ from r3_pass.errors import (
     StaleRoutes,
 )
 from r3_pass.passes.ops import ERROR_DUPLICATE, STATE_CALLS, STATE_ERRORS
-from r3_pass.runtime.arrivals import Arrival, Arrivals
+from r3_pass.runtime.arrivals import Arrival, Arrivals, past_experts
 from r3_pass.runtime.coverage import Reasons, check_coverage
 from r3_pass.runtime.engines.base import EngineAdapter
 from r3_pass.runtime.export import Exporter
@@ -306,7 +306,7 @@ class Session:
 
     def _collect(self, wait: bool, up_to: int | None = None) -> None:
         log = self._table.rows if self._table is not None else None
-        self._arrivals.collect(log, self._buffer, self._binding.layers, wait, up_to)
+        self._arrivals.collect(log, self._buffer, self._binding.layers, self._binding.named, wait, up_to)
 
     def _usable(self) -> None:
         if self._detached:
@@ -472,6 +472,8 @@ class Session:
             rows = buffer.gather(slots).cpu().numpy()
             self._collect(wait=True)
             self._arrivals.raise_failure()
+            if (error := past_experts(rows, self._binding.layers, self._binding.named)) is not None:
+                raise error
             return buffer.geometry.expand(rows)
 
     def self_test(self, *args: Any, **kwargs: Any) -> SelfTest:
