@@ -215,6 +215,11 @@ class Binding:
         """The module of each stored layer."""
         return {layer: self.model.get_submodule(f"{self.container}.{layer}".strip(".")) for layer in self.layers}
 
+    def experts_shown(self) -> dict[int, int]:
+        """How many experts the modules of each stored layer show, where they show any."""
+        shown = {layer: self.structure.experts.get(Block(self.container or "", layer)) for layer in self.layers}
+        return {layer: evidence.count for layer, evidence in shown.items() if evidence is not None}
+
     def weights_replaced(self) -> bool:
         """Whether weights hang elsewhere than their marks say: replaced (`load_state_dict(assign=True)`), or moved in the model."""
         return not all(held.get(name) is thing for held, name, thing in self._links.values())

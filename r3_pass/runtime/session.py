@@ -508,7 +508,8 @@ class Session:
             self._call(*args, **kwargs)
         recorded = self.read(slots)
         self.assign(slots)
-        return compare(self._binding.model, self._binding.blocks(), recorded, args, kwargs)
+        binding = self._binding
+        return compare(binding.model, binding.blocks(), binding.experts_shown(), recorded, args, kwargs)
 
     # ---- life cycle ---------------------------------------------------------------------------------------------
     def weights_changed(self, tag: Hashable) -> None:
