@@ -356,7 +356,7 @@ class Binding:
         module = name.rpartition(".")[0]
         candidates = _candidates([o.blocks for o in gate], [o.blocks for o in experts])
         if len(candidates) > 1:
-            candidates = frozenset(b for b in candidates if _names(site.module, b)) or candidates
+            candidates = frozenset(b for b in candidates if goes_through(site.module, b)) or candidates
         if not candidates and any(o.blocks for o in experts):
             chosen = ", ".join(sorted({str(b) for o in experts for b in o.blocks}))
             why = f"the ids of {module} choose experts of {chosen}: a row has room for a layer's own choice only"
@@ -515,7 +515,7 @@ def _candidates(gates: Sequence[frozenset[Block]], experts: Sequence[frozenset[B
     return found & held if found else held
 
 
-def _names(path: str, block: Block) -> bool:
+def goes_through(path: str, block: Block) -> bool:
     """Whether a module path, relative to the compiled frame, goes through the block: `layers.2.mlp` through `model.layers.2`."""
     parts = path.split(".")
     starts = (".".join(parts[: n + 1]) for n, part in enumerate(parts) if part.isdigit())

@@ -104,15 +104,16 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        name = func._schema.name.partition("::")[2]
-        if self.running and name in _SELECTIONS:
-            ids = result[1] if isinstance(result, tuple | list) and len(result) == 2 else result
-            scores = args[0] if args and isinstance(args[0], Tensor) and args[0].is_floating_point() else None
-            if isinstance(ids, Tensor) and not ids.is_floating_point() and ids.dtype != torch.bool:
-                among = (
-                    scores.shape[_dimension(name, args, kwargs or {})] if scores is not None and scores.dim() else None
-                )
-                self.choices.setdefault(self.running[-1], []).append(_Choice(name, scores, among, ids.detach().clone()))
+        namespace, _, name = func._schema.name.partition("::")
+        custom = namespace not in ("aten", "prims")
+        if self.running and (custom or name in _SELECTIONS):
+            scores = next((a for a in args if isinstance(a, Tensor)), None)
+            scores = scores if scores is not None and scores.is_floating_point() and scores.dim() else None
+            among = scores.shape[_dimension(name, args, kwargs or {})] if scores is not None and not custom else None
+            for ids in result if isinstance(result, tuple | list) else [result]:
+                if isinstance(ids, Tensor) and not ids.is_floating_point() and ids.dtype != torch.bool:
+                    found = _Choice(f"{namespace}::{name}" if custom else name, scores, among, ids.detach().clone())
+                    self.choices.setdefault(self.running[-1], []).append(found)
         return result
 
 
