@@ -55,12 +55,13 @@ _REARRANGE = frozenset({
 })  # fmt: skip
 _GROUPED = frozenset(["grouped_mm"])
 _MIXING = frozenset(
-    {"add", "sub", "mul", "where", "masked_scatter", "setitem", "index_put", "maximum", "minimum", "xor"}
+    {"masked_fill", "add", "sub", "mul", "where", "masked_scatter", "setitem", "index_put", "maximum", "minimum", "xor"}
 )
+_LEFT_OUT = "they name the experts that are left out, not those that are chosen"
 _BOUNDS = frozenset({
     "gt", "ge", "lt", "le", "clamp", "clip", "clamp_min", "clamp_max", "minimum", "maximum", "where", "masked_fill",
 })  # fmt: skip
-_CHOOSING = frozenset({"where", "masked_scatter", "maximum", "minimum"})
+_CHOOSING = frozenset({"where", "masked_scatter", "maximum", "minimum", "setitem", "index_put"})
 _UNCHANGED = _REARRANGE | {"getitem", "cat", "stack", "gather", "roll", "flip", "index_select", "narrow", "select"}
 _SCORING = frozenset({
     "softmax", "log_softmax", "sigmoid", "add", "mul", "div", "to", "float", "view", "masked_fill", "tanh", "exp", "getitem",
@@ -131,6 +132,8 @@ class _Follow:
         self.pending: list[tuple[fx.Node, str, fx.Node]] = [
             (n, IDS, n) for n in ids
         ]  # value, label, the IDS it came from
+        self.inverse: set[fx.Node] = set()  # MASK that is zero where the ids are
+        self.upright: set[fx.Node] = set()
         self.vectors: dict[fx.Node, set[fx.Node]] = {}  # two-dimensional SEL: value -> sources
         self.vector_sources: set[fx.Node] = set()
         self.vector_hits: list[tuple[fx.Node, fx.Node]] = []
@@ -195,6 +198,8 @@ class _Follow:
             return f"{name} ({user.name}) moves them to other tokens"
         if name not in _MIXING:
             return ""
+        if (expert := self._filled(user, name)) is not None:
+            return f"{name} ({user.name}) puts expert {expert} in the place of some of them"
         for other in self._others(user, node):
             seen = value(other)
             if (
@@ -211,6 +216,41 @@ class _Follow:
             if spelling(other) in RANDOM or (self.flow.kind(other) == "data" and not self._made_of_ids(other)):
                 return f"{name} ({user.name}) mixes them with other integers ({other.name})"
         return ""
+
+    def _filled(self, user: fx.Node, name: str) -> int | None:
+        """An expert that some ids are replaced with, by a condition that leaves the weights as they are; None if there is none.
+
+        Where the condition zeroes the weights too, the choice was dropped, and its number is only made safe for an index.
+        """
+        place = {"masked_fill": 2, "where": 1, "setitem": 2}.get(name)
+        if place is None:
+            return None
+        given = [argument(user, at, label) for at, label in ((place, "value"), (2, "other"))]
+        filled = next((v for v in given if isinstance(v, int) and not isinstance(v, bool)), None)
+        if filled is None or not isinstance(self.experts, int) or not 0 <= filled < self.experts:
+            return None
+        method = user.op == "call_method"
+        condition = self.flow.operand(user, user.args[0 if name == "where" and not method else 1])
+        if condition is None or not is_tensor(condition) or value(condition).dtype != torch.bool:
+            return None
+        return None if self._tells_weights(condition) else filled
+
+    def _tells_weights(self, condition: fx.Node) -> bool:
+        """Whether a condition is used for floating-point values, too."""
+        stack = [condition, *(self.flow.inputs(condition) if spelling(condition) == "not" else ())]
+        seen = set(stack)
+        while stack and len(seen) < 60:
+            top = stack.pop()
+            for user in self.flow.users(top):
+                if user in seen or not is_tensor(user) or spelling(user) in CREATION:
+                    continue
+                reads = [n for n in self.flow.inputs(user) if is_tensor(n) and value(n).dtype.is_floating_point]
+                if value(user).dtype.is_floating_point and (reads or spelling(user) in _REARRANGE):
+                    return True
+                if value(user).dtype == torch.bool:
+                    seen.add(user)
+                    stack.append(user)
+        return False
 
     def _is_choice(self, node: fx.Node) -> bool:
         """Whether a value is these ids, or some of them, as they were chosen."""
@@ -381,6 +421,7 @@ class _Follow:
                 self._ids_go(node, user, origin)
             return
         if name in _COMPARISONS or name in ("one_hot", "bincount", "histc", "bucketize"):
+            self._turned(user, name == "ne")
             self._go(user, MASK, origin)
             return
         if name in ("nonzero", "where") and len(others) == 0:
@@ -429,7 +470,17 @@ class _Follow:
         ):
             self._told_apart(node, user, origin)  # tokens laid into their experts' buffers
         else:
+            given = argument(user, 2 if name in ("setitem", "index_put") else 3, "value", "src", "values")
+            low = target is not None and _is_low(target)
+            self._turned(user, _is_low(given) or (_is_zero(given) and not low))
             self._go(user, MASK, origin)
+
+    def _turned(self, mask: fx.Node, inverse: bool) -> None:
+        """Note whether a MASK is zero (or -inf) where the ids are, rather than elsewhere."""
+        (self.inverse if inverse else self.upright).add(mask)
+
+    def _left_out(self, mask: fx.Node) -> bool:
+        return mask in self.inverse and mask not in self.upright
 
     def _picks(self, node: fx.Node, user: fx.Node, name: str, origin: fx.Node) -> bool:
         """`source[ids]` in all its spellings; False if the ids are the source here."""
@@ -477,6 +528,12 @@ class _Follow:
 
     def _mask(self, node: fx.Node, user: fx.Node, name: str, origin: fx.Node) -> None:
         others = self._others(user, node)
+        turned = self._left_out(node) != self._turns(node, user, name)
+        for result in (user, *(() if is_tensor(user) else self.flow.users(user))):
+            self._turned(result, turned)
+        if turned and (name in CONTRACTIONS or name in ("nonzero", "argwhere", "masked_select") or is_opaque(user)):
+            self.found.fates[_LEFT_OUT] = None
+            return
         if is_opaque(user) or name in _GROUPED:
             if not self._fused(node, user, origin):
                 self._go(user, MASK, origin)
@@ -514,13 +571,33 @@ class _Follow:
                 self._go(user, MASK, origin)
             return
         for partner in tokens:
-            if name in CONTRACTIONS:
+            if turned:
+                self.found.fates[_LEFT_OUT] = None
+            elif name in CONTRACTIONS:
                 self._weighs(user, partner, origin)
             elif name in ("mul", "where", "masked_fill", "div") and len(dims(user)) >= 1:
                 have, mine = dims(partner), dims(node)
                 spreads = bool(mine) and bool(have) and have[-1] != 1 and (mine[-1] == 1 or len(mine) < len(have))
                 if spreads or TOK in self.labels.get(partner, ()):
                     self._weighs(user, partner, origin)
+
+    def _turns(self, node: fx.Node, user: fx.Node, name: str) -> bool:
+        """Whether an operator makes of a mask the mask of everything else."""
+        if name == "not":
+            return True
+        if name == "sub":
+            return not isinstance(user.args[0], fx.Node)
+        if name in ("eq", "lt", "le"):
+            return not any(is_tensor(n) for n in self._others(user, node)) and (name != "eq" or _is_zero(user.args[1]))
+        place = {"masked_fill": (1, 2), "where": (0, 1), "setitem": (1, 2), "index_put": (1, 2)}.get(name)
+        if place is None or (name == "where" and user.op == "call_method"):
+            return False
+        index = user.args[place[0]] if len(user.args) > place[0] else None
+        masks = index if isinstance(index, tuple | list) else (index,)
+        filled = argument(user, place[1], "value", "input", "values")
+        return any(isinstance(m, fx.Node) and self.flow.operand(user, m) is node for m in masks) and (
+            _is_zero(filled) or _is_low(filled)
+        )
 
     def _weighs(self, user: fx.Node, partner: fx.Node, origin: fx.Node) -> None:
         if self._made_by_experts(partner):
@@ -655,6 +732,31 @@ class _Follow:
         results = [user] if is_tensor(user) else list(self.flow.users(user))
         for result in results:
             self._told_apart(node, result, origin)
+
+
+def _filling(given: Any) -> Any:
+    """The number that fills a tensor, or that a tensor of one value has; None if there is no one number."""
+    if not isinstance(given, fx.Node):
+        return given if isinstance(given, int | float) else None
+    name = spelling(given)
+    if name in ("zeros", "zeros_like", "new_zeros"):
+        return 0
+    if name in ("ones", "ones_like", "new_ones"):
+        return 1
+    if name in ("full", "full_like", "new_full"):
+        found = argument(given, 2 if name == "new_full" else 1, "fill_value")
+        return found if isinstance(found, int | float) else None
+    return None
+
+
+def _is_zero(given: Any) -> bool:
+    return bool(_filling(given) == 0)
+
+
+def _is_low(given: Any) -> bool:
+    """-inf, or what stands for it."""
+    found = _filling(given)
+    return bool(found is not None and found <= -1e4)
 
 
 def _picks_along_a_dimension(node: fx.Node) -> bool:

@@ -35,10 +35,18 @@ def reordering(flow: DataFlow, product: fx.Node) -> fx.Node | None:
     Args:
         product: the linear (or other product with the router's weight) that makes the scores.
     """
-    node = next((n for n in flow.inputs(product) if flow.kind(n) == "data" and is_tensor(n)), None)
+    start = next((n for n in flow.inputs(product) if flow.kind(n) == "data" and is_tensor(n)), None)
+    if spelling(product).startswith("conv") and start is not None and spelling(start) in _TURNS:
+        start = _upstream(
+            flow, start, spelling(start)
+        )  # channels go second into a convolution, and last again behind it
+    moved = _mover(flow, start)
+    return None if moved is None or _another_way(flow, start, moved) else moved
+
+
+def _mover(flow: DataFlow, node: fx.Node | None) -> fx.Node | None:
+    """The first operator on the way back that moves tokens."""
     turned: list[fx.Node] = []
-    if spelling(product).startswith("conv") and node is not None and spelling(node) in _TURNS:
-        node = _upstream(flow, node, spelling(node))  # channels go second into a convolution, and last again behind it
     for _ in range(_STEPS):
         if node is None:
             return None
@@ -54,6 +62,39 @@ def reordering(flow: DataFlow, product: fx.Node) -> fx.Node | None:
                 turned.append(node)
         node = _upstream(flow, node, name)
     return None
+
+
+def _another_way(flow: DataFlow, start: fx.Node | None, moved: fx.Node) -> bool:
+    """Whether what is moved comes unmoved, too, from the same graph input: past experts that sort and sort back, say."""
+    origins = {n for n in _behind(flow, moved) if n.op == "placeholder"}
+    stack = [start]
+    seen = {start}
+    while stack and len(seen) < _STEPS:
+        node = stack.pop()
+        if node in origins:
+            return True
+        if node is None or node.op == "placeholder":
+            continue
+        name = spelling(node)
+        if _moves(flow, node, name) or (name in _TURNS and _turns_tokens(node)):
+            continue
+        same = [n for n in flow.inputs(node) if flow.kind(n) == "data" and is_tensor(n) and dims(n) == dims(node)]
+        for source in same if len(same) > 1 else [_upstream(flow, node, name)]:
+            if source not in seen:
+                seen.add(source)
+                stack.append(source)
+    return False
+
+
+def _behind(flow: DataFlow, node: fx.Node) -> set[fx.Node]:
+    """Everything that a value is made of."""
+    stack, seen = [node], {node}
+    while stack:
+        for source in flow.inputs(stack.pop()):
+            if source not in seen and flow.kind(source) == "data":
+                seen.add(source)
+                stack.append(source)
+    return seen
 
 
 def _upstream(flow: DataFlow, node: fx.Node, name: str) -> fx.Node | None:
@@ -80,15 +121,25 @@ def _moves(flow: DataFlow, node: fx.Node, name: str) -> bool:
     """Whether an operator may put tokens into other places."""
     if name in _MOVES or out_of_order(flow, node):
         return True
+    if name == "einsum":
+        return _turns_letters(node)
     source = flow.operand(node, node.args[0]) if node.args else None
     if source is None or not is_tensor(source):
         return False
     if name == "getitem":
-        return flow.kind(source) == "data" and any(is_tensor(n) for n in _index(node, 1))
+        return flow.kind(source) == "data" and any(is_tensor(n) or isinstance(n, list) for n in _index(node, 1))
     if name in _WRITES and flow.kind(source) == "const":
         index = _index(node, 1 if name in ("setitem", "index_put") else 2)
         return any(is_tensor(n) or (isinstance(n, slice) and n.start not in (None, 0)) for n in index)
     return False
+
+
+def _turns_letters(node: fx.Node) -> bool:
+    """Whether an einsum of one operand brings its dimensions into another order."""
+    equation = str(argument(node, 0, "equation")).replace(" ", "")
+    before, _, after = equation.partition("->")
+    kept = [letter for letter in before if letter in after]
+    return bool(after) and "," not in before and kept != [letter for letter in after if letter in kept]
 
 
 def _index(node: fx.Node, position: int) -> tuple[Any, ...]:
@@ -142,6 +193,8 @@ def _cut(flow: DataFlow, part: fx.Node | None, axis: int) -> tuple[fx.Node, Any,
             if flow.kind(source) == "data":
                 index = _index(part, 1)
                 cut = index[axis] if axis < len(index) else None
+                if isinstance(cut, slice) and cut.step not in (None, 1):
+                    return source, object(), object()  # every second token: it follows upon nothing
                 if isinstance(cut, slice) and (cut.start is not None or cut.stop is not None):
                     return source, cut.start, cut.stop
                 if isinstance(cut, int):

@@ -26,7 +26,10 @@ def test_every_case_stands_in_one_list() -> None:
     assert len(ALL_ROUTERS) == sum(map(len, LISTS))
 
 
-@pytest.mark.parametrize("case", ALL_ROUTERS.values(), ids=ALL_ROUTERS)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, id=name, marks=pytest.mark.slow if c.slow else ()) for name, c in ALL_ROUTERS.items()],
+)
 def test_verdict(case: Case) -> None:
     """The hostile ones are about matching alone, so they go without AOT here; all_architectures.py records them with it."""
     model, inputs = case.build()

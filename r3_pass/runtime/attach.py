@@ -154,7 +154,8 @@ def _reasons(backend: Backend | None) -> Reasons | None:
     def why(block: Block) -> str:
         nodes: dict[str, list[str]] = {}
         report = backend.report()
-        whole = {entry.graph for entry in (*report.sites, *report.rejected) if numbered(f"{entry.module}.")}
+        seen = [(e.graph, e.module) for e in report.sites] + [(e.graph, e.module) for e in report.rejected]
+        whole = {graph for graph, module in seen if numbered(f"{module}.")}
         for entry in report.rejected:
             if goes_through(entry.module, block) or entry.graph not in whole:  # a graph of one layer may serve any
                 nodes.setdefault(entry.reason, []).append(entry.node)

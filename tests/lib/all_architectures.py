@@ -5,8 +5,8 @@
 A line says `rows equal / rows` against the eager run, the layers captured of the layers with experts, and the forms. A case that
 is to be refused is right if it is refused, and its line has the error's name. Exits with 1 unless every case is right.
 
-`--write` puts the results into a JSON file and the tables in the Markdown file beside it that are made of it; `--tables` makes
-the tables from the JSON file as it is, without a run.
+`--write` puts the results into a JSON file, and the tables that are made of it into the Markdown file beside it. With `--only`, the
+other results in it stay. `--tables` makes the tables from the JSON file as it is, without a run.
 """
 
 from __future__ import annotations
@@ -45,38 +45,50 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if given.tables and not given.write:
         parser.error("--tables needs --write")
-    if given.write and given.only:
-        parser.error("--write is for all cases: leave --only out")
-    if not given.tables:
-        results = run(given.inner, given.routers, re.compile(given.only))
-        if given.write:
-            given.write.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
-    else:
-        results = json.loads(given.write.with_suffix(".json").read_text())
+    file = given.write.with_suffix(".json") if given.write else None
+    ran = {} if given.tables else run(given.inner, given.routers, re.compile(given.only), file)
     if given.write:
-        given.write.write_text(with_tables(given.write.read_text(), results))
-    wrong = [case["name"] for kind in HEADINGS for case in results.get(kind, []) if not case["right"]]
+        given.write.write_text(with_tables(given.write.read_text(), json.loads(file.read_text())))
+    wrong = [case["name"] for kind in ran.values() for case in kind if not case["right"]]
     if wrong:
         print(f"{len(wrong)} are not right: {', '.join(wrong)}")
     return 1 if wrong else 0
 
 
-def run(inner: str, routers: bool, only: re.Pattern[str]) -> dict[str, Any]:
-    """Record all cases whose name fits; prints a line for each."""
+def run(inner: str, routers: bool, only: re.Pattern[str], file: Path | None = None) -> dict[str, list[dict[str, Any]]]:
+    """Record all cases whose name fits; prints a line for each, and puts its result into a file of results."""
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    results: dict[str, Any] = {
-        "date": str(datetime.date.today()),
-        "inner": inner,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "architectures": [_case(n, lambda n=n: architecture(n, inner)) for n in ARCHITECTURES if only.search(n)],
-    }
+    todo: list[tuple[str, str, Callable[[], Outcome]]] = [
+        ("architectures", name, lambda name=name: architecture(name, inner)) for name in ARCHITECTURES
+    ]
     if routers:
-        cases = [case for case in ALL_ROUTERS.values() if only.search(case.name)]
-        results["routers"] = [_case(case.name, lambda case=case: _router(case, inner)) for case in cases]
+        todo += [("routers", case.name, lambda case=case: _router(case, inner)) for case in ALL_ROUTERS.values()]
+    ran: dict[str, list[dict[str, Any]]] = {}
+    for kind, name, record in todo:
+        if only.search(name):
+            case = _case(name, record)
+            ran.setdefault(kind, []).append(case)
+            if file is not None:
+                file.write_text(json.dumps(updated(file, kind, case, inner), indent=1) + "\n")
+    return ran
+
+
+def updated(file: Path, kind: str, case: dict[str, Any], inner: str) -> dict[str, Any]:
+    """The results in a file with one case replaced; those of other versions, and of cases that are gone, are left out."""
+    versions = {
+        "inner": inner, "torch": torch.__version__, "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }  # fmt: skip
+    before = json.loads(file.read_text()) if file.exists() else {}
+    same = {key: before.get(key) for key in versions} == versions
+    results: dict[str, Any] = dict(versions)
+    for each, names in {"architectures": ARCHITECTURES, "routers": ALL_ROUTERS}.items():
+        held = {c["name"]: c for c in before.get(each, [])} if same else {}
+        if each == kind:
+            held[case["name"]] = case
+        results[each] = [held[name] for name in names if name in held]
     return results
 
 
@@ -92,6 +104,7 @@ def _case(name: str, record: Callable[[], Outcome]) -> dict[str, Any]:
     case = {
         "name": name, "forms": list(outcome.forms), "layers": outcome.layers, "captured": outcome.captured,
         "rows": outcome.rows, "equal": outcome.equal, "status": status(outcome), "right": outcome.right,
+        "date": str(datetime.date.today()),
     }  # fmt: skip
     counts = f"{outcome.equal:3} / {outcome.rows:3} rows  {outcome.captured} of {outcome.layers} layers"
     forms = f"  {', '.join(outcome.forms)}" if outcome.forms else ""
@@ -111,7 +124,7 @@ def status(outcome: Outcome) -> str:
 def with_tables(text: str, results: dict[str, Any]) -> str:
     """Markdown with a table between the markers `<!-- architectures -->` and `<!-- end -->`, and so for routers."""
     for kind, heading in HEADINGS.items():
-        if kind in results:
+        if results.get(kind):
             before, marker, after = text.partition(f"<!-- {kind} -->\n")
             _, end, rest = after.partition("<!-- end -->")
             if not end:
@@ -121,7 +134,9 @@ def with_tables(text: str, results: dict[str, Any]) -> str:
 
 
 def table(heading: Sequence[str], results: dict[str, Any], cases: Sequence[dict[str, Any]]) -> str:
-    how = f"{results['date']}, inner `{results['inner']}`, torch {results['torch']}, transformers {results['transformers']}"
+    dates = sorted({case["date"] for case in cases}) or ["never"]
+    when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    how = f"{when}, inner `{results['inner']}`, torch {results['torch']}, transformers {results['transformers']}"
     right = sum(case["right"] for case in cases)
     lines = [f"{right} of {len(cases)} as expected ({how}, Python {results['python']}).", ""]
     lines += ["| " + " | ".join(heading) + " |", "|---" * len(heading) + "|"]

@@ -51,7 +51,7 @@ def linear_of_buffers() -> nn.Module:
     return stack(lambda: MoE(route, fixed=weight(E, D, scale=2.0).detach().clone(), offset=torch.randn(E) * 0.1))
 
 
-@captured()
+@captured(slow=True)
 def addmm_gate() -> nn.Module:
     """torch.addmm with a transposed weight and a bias."""
 
@@ -61,7 +61,7 @@ def addmm_gate() -> nn.Module:
     return stack(lambda: MoE(route, permuted, kernel=weight(E, D, scale=2.0), bias=nn.Parameter(torch.randn(E) * 0.1)))
 
 
-@captured()
+@captured(slow=True)
 def batched_gate() -> nn.Module:
     """bmm of [B, S, D] with the weight expanded over the batch."""
 
@@ -84,7 +84,7 @@ def tensordot_gate() -> nn.Module:
     return stack(lambda: MoE(route, permuted, kernel=weight(E, D, scale=2.0)))
 
 
-@captured()
+@captured(slow=True)
 def two_gates_concatenated() -> nn.Module:
     """One gate for the first half of the experts and one for the others: one choice over both."""
 
@@ -94,7 +94,7 @@ def two_gates_concatenated() -> nn.Module:
     return stack(lambda: MoE(route, near=gate(3), far=gate(5)))
 
 
-@captured()
+@captured(slow=True)
 def two_gates_multiplied() -> nn.Module:
     """Two gates' probabilities are multiplied before the choice."""
 
@@ -107,7 +107,7 @@ def two_gates_multiplied() -> nn.Module:
     return stack(lambda: MoE(route, what=gate(), where=gate()))
 
 
-@captured()
+@captured(slow=True)
 def jitter_on_the_token() -> nn.Module:
     """Switch: the router's input is multiplied by uniform noise."""
 
@@ -117,7 +117,7 @@ def jitter_on_the_token() -> nn.Module:
     return stack(lambda: MoE(route, permuted, gate=gate()))
 
 
-@captured()
+@captured(slow=True)
 def task_embedding_added() -> nn.Module:
     """The router sees the token and an embedding of its position beside it; z-loss and entropy are computed from the logits."""
 
@@ -142,7 +142,7 @@ def heads_vote() -> nn.Module:
     return stack(lambda: MoE(route, gate=gate(4 * E)))
 
 
-@captured()
+@captured(slow=True)
 def frozen_copy_of_the_scores() -> nn.Module:
     """Straight-through: the choice is made on detached scores, the weights come from the live ones."""
 
@@ -155,7 +155,7 @@ def frozen_copy_of_the_scores() -> nn.Module:
     return stack(lambda: MoE(route, permuted, gate=gate()))
 
 
-@captured()
+@captured(slow=True)
 def bias_updated_in_the_forward() -> nn.Module:
     """Loss-free balancing: the bias that chooses is a buffer, which the forward itself moves after the choice."""
 
@@ -220,7 +220,7 @@ def one_hot_of_the_maximum() -> nn.Module:
     return stack(lambda: MoE(route, dense, gate=gate()))
 
 
-@captured()
+@captured(slow=True)
 def best_one_skipped() -> nn.Module:
     """The best of three is skipped (it is the shared expert's, say): the record is the other two."""
 
@@ -311,7 +311,7 @@ def overflow_to_the_second_choice() -> nn.Module:
     return stack(lambda: MoE(route, gate=gate()))
 
 
-@captured(also=("refused",))
+@captured(also=("refused",), slow=True)
 def choice_kept_for_a_while() -> nn.Module:
     """Routing with inertia: a token keeps its neighbour's expert where its own is hardly better."""
 
@@ -344,7 +344,7 @@ def chunks_of_tokens() -> nn.Module:
 
 
 # ---- what the ids are used for ---------------------------------------------------------------------------------------
-@captured()
+@captured(slow=True)
 def experts_in_a_parameter_list() -> nn.Module:
     """Experts are single parameters, stacked in the forward."""
 
@@ -363,7 +363,7 @@ def experts_in_a_parameter_list() -> nn.Module:
     return stack(made)
 
 
-@captured()
+@captured(slow=True)
 def masked_gates_over_outputs() -> nn.Module:
     """All outputs [T, E, D] are weighed by gates that a scatter_ of ones has masked and that are normalised again."""
 
@@ -383,7 +383,7 @@ def masked_gates_over_outputs() -> nn.Module:
     return stack(lambda: MoE(route, dispatch, gate=gate(), bank=nn.ModuleList(Gated() for _ in range(E))))
 
 
-@captured()
+@captured(slow=True)
 def shared_expert_behind_a_sigmoid() -> nn.Module:
     """Qwen2: a shared expert whose weight is a sigmoid of its own one-output gate."""
 
@@ -393,7 +393,7 @@ def shared_expert_behind_a_sigmoid() -> nn.Module:
     return stack(lambda: MoE(softmax_topk, dispatch, gate=gate(), shared=Gated(), shared_gate=gate(1)))
 
 
-@captured()
+@captured(slow=True)
 def sorted_into_buffers_by_index_add() -> nn.Module:
     """One column after the other is gathered from the bank, and added to the result by index_add_."""
 
@@ -440,7 +440,7 @@ def replicas_of_experts() -> nn.Module:
     return stack(lambda: MoE(route, gate=gate(2 * E)))
 
 
-@captured()
+@captured(slow=True)
 def experts_behind_two_breaks() -> nn.Module:
     """A break between the router and the experts, and one between the experts and their sum."""
 
@@ -475,7 +475,7 @@ def experts_choose_along_rows() -> nn.Module:
     return token_rows(lambda p: p.topk(2, dim=0))
 
 
-@refused("runs over tokens|no fixed size")
+@refused("runs over tokens|no fixed size", slow=True)
 def experts_choose_by_sorting() -> nn.Module:
     """All tokens in each expert's order, of which the first two stay."""
 
@@ -536,7 +536,7 @@ def tokens_written_by_a_constant() -> nn.Module:
     return around(turn, turn)
 
 
-@captured()
+@captured(slow=True)
 def tokens_split_and_joined() -> nn.Module:
     """The sequence is cut in two and joined in its own order: nothing moved."""
     return around(lambda x: torch.cat([x[:, :2], x[:, 2:]], 1), lambda x: x)
@@ -572,7 +572,7 @@ def scaled_mm_gate() -> nn.Module:
     return stack(made)
 
 
-@captured()
+@captured(slow=True)
 def int8_packed_gate() -> nn.Module:
     """torch._weight_int8pack_mm: an int8 weight that a kernel scales."""
 
@@ -587,7 +587,7 @@ def int8_packed_gate() -> nn.Module:
     return stack(made)
 
 
-@captured()
+@captured(slow=True)
 def adapters_stacked_on_the_gate() -> nn.Module:
     """Two LoRA adapters on one gate: W x + sum of scale * B(A x), with a dropout that is off."""
 
@@ -607,7 +607,7 @@ def adapters_stacked_on_the_gate() -> nn.Module:
     return stack(lambda: MoE(softmax_topk, permuted, gate=Adapted()))
 
 
-@captured()
+@captured(slow=True)
 def float32_gate_without_autocast() -> nn.Module:
     """A bfloat16 model whose gate is a float32 parameter; the token is cast for it, the weights are cast back."""
 
@@ -621,7 +621,7 @@ def float32_gate_without_autocast() -> nn.Module:
     return model
 
 
-@captured()
+@captured(slow=True)
 def one_gate_weight_for_all_layers() -> nn.Module:
     """The layers' gates are modules of their own that share one parameter: the experts tell which layer it is."""
     model = stack(lambda: MoE(softmax_topk, permuted, gate=gate()), n=3)
@@ -648,7 +648,7 @@ def padded(dispatch: Any, **parts: Any) -> nn.Module:
     return stack(made)
 
 
-@captured()
+@captured(slow=True)
 def padded_gate_with_outputs_gathered() -> nn.Module:
     """The outputs of all 8 experts, of which the chosen ones are gathered."""
 
@@ -677,3 +677,158 @@ def padded_gate_with_masks() -> nn.Module:
         return sum(expert(x) * (w * (ids == i)).sum(-1, keepdim=True) for i, expert in enumerate(moe.bank))
 
     return padded(dispatch, bank=lambda: nn.ModuleList(Gated() for _ in range(E)))
+
+
+# ---- ids that are not the whole truth --------------------------------------------------------------------------------
+@refused("left out", also=("nothing",))
+def worst_experts_left_out() -> nn.Module:
+    """The ids are those of the experts that a token does not use: their scores are zeroed, all others weigh."""
+
+    def route(moe: Any, x: Tensor) -> tuple[Tensor]:
+        p = moe.gate(x).softmax(-1)
+        worst = p.topk(3, dim=-1, largest=False).indices
+        return (p.scatter(1, worst, 0.0),)
+
+    return stack(lambda: MoE(route, dense, gate=gate()))
+
+
+@refused("left out", also=("nothing",))
+def weakest_expert_masked() -> nn.Module:
+    """One expert is taken away from each token, by a mask of ones in which it is set to zero."""
+
+    def route(moe: Any, x: Tensor) -> tuple[Tensor]:
+        p = moe.gate(x).softmax(-1)
+        kept = torch.ones_like(p)
+        kept[torch.arange(len(x)), p.argmin(-1)] = 0.0
+        return (p * kept,)
+
+    return stack(lambda: MoE(route, dense, gate=gate()))
+
+
+@captured()
+def chosen_by_an_inverted_mask() -> nn.Module:
+    """True everywhere but at the chosen, and zero where it is True: twice turned about, the ids are the chosen."""
+
+    def route(moe: Any, x: Tensor) -> tuple[Tensor]:
+        p = moe.gate(x).softmax(-1)
+        ids = p.topk(2, dim=-1).indices
+        tap(moe, ids, p)
+        dropped = torch.ones_like(p, dtype=torch.bool).scatter(1, ids, False)
+        return (p.masked_fill(dropped, 0.0),)
+
+    return stack(lambda: MoE(route, dense, gate=gate()))
+
+
+@captured(slow=True)
+def chosen_by_an_additive_mask() -> nn.Module:
+    """-inf everywhere but at the chosen, added to the logits before their softmax."""
+
+    def route(moe: Any, x: Tensor) -> tuple[Tensor]:
+        logits = moe.gate(x)
+        ids = logits.topk(2, dim=-1).indices
+        tap(moe, ids, logits)
+        return ((logits + torch.full_like(logits, float("-inf")).scatter(1, ids, 0.0)).softmax(-1),)
+
+    return stack(lambda: MoE(route, dense, gate=gate()))
+
+
+def second_one_full(ids: Tensor) -> Tensor:
+    """bool [T, 2]: the second choice is another token's already."""
+    chosen = F.one_hot(ids[:, 1], E)
+    full = ((chosen.cumsum(0) - 1) * chosen).sum(-1, keepdim=True) >= 1
+    return torch.cat([torch.zeros_like(full), full], -1)
+
+
+@captured(also=("refused",))
+def overflow_to_expert_zero() -> nn.Module:
+    """A token whose second expert is full takes expert 0 instead, with its weight: what counts is what it took."""
+
+    def route(moe: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        w, best = moe.gate(x).softmax(-1).topk(2, dim=-1)
+        ids = torch.where(second_one_full(best), 0, best)
+        tap(moe, ids)
+        return ids, w
+
+    return stack(lambda: MoE(route, gate=gate()))
+
+
+@refused("in the place of")
+def overflow_filled_with_zero() -> nn.Module:
+    """The same, by masked_fill."""
+
+    def route(moe: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        ids, w = softmax_topk(moe, x)
+        return ids.masked_fill(second_one_full(ids), 0), w
+
+    return stack(lambda: MoE(route, gate=gate()))
+
+
+@captured(slow=True)
+def dropped_choices_made_safe() -> nn.Module:
+    """A weak choice is dropped: its weight is zeroed, and its id is made 0 so that it can index. The record is the choice."""
+
+    def route(moe: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        ids, w = softmax_topk(moe, x)
+        weak = w < 0.2
+        return ids.masked_fill(weak, 0), w.masked_fill(weak, 0.0)
+
+    return stack(lambda: MoE(route, gate=gate()))
+
+
+@refused("not those that it chose")
+def second_choice_overwritten() -> nn.Module:
+    """The second choice is set to the first one in place."""
+
+    def route(moe: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        p = moe.gate(x).softmax(-1)
+        w, ids = p.topk(2, dim=-1)
+        ids[:, 1] = ids[:, 0]
+        return ids, w
+
+    return stack(lambda: MoE(route, gate=gate()))
+
+
+@refused("moves them to other tokens")
+def ids_of_the_token_before() -> nn.Module:
+    """Each token takes its neighbour's experts."""
+
+    def route(moe: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        ids, w = softmax_topk(moe, x)
+        return torch.cat([ids[-1:], ids[:-1]]), w
+
+    return stack(lambda: MoE(route, gate=gate()))
+
+
+@captured(also=("refused",))
+def choices_written_into_a_buffer() -> nn.Module:
+    """argmax, three times; each choice is written into its column of a tensor that was made before."""
+
+    def route(moe: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        p = left = moe.gate(x).softmax(-1)
+        ids = torch.zeros(len(x), 3, dtype=torch.int64)
+        for column in range(3):
+            best = left.argmax(-1)
+            ids[:, column] = best
+            left = left.scatter(1, best.unsqueeze(1), -1.0)
+        tap(moe, ids, p)
+        return ids, p.gather(1, ids)
+
+    return stack(lambda: MoE(route, gate=gate()))
+
+
+@refused("another order")
+def tokens_interleaved_by_steps() -> nn.Module:
+    """Every second token first, then the others."""
+    return around(lambda x: torch.cat([x[:, ::2], x[:, 1::2]], 1), lambda x: x)
+
+
+@refused("another order")
+def tokens_turned_by_einsum() -> nn.Module:
+    """einsum as a transposition of batch and sequence."""
+    return around(lambda x: torch.einsum("bsd->sbd", x), lambda x: torch.einsum("sbd->bsd", x))
+
+
+@refused("another order")
+def tokens_unbound_and_stacked() -> nn.Module:
+    """The sequence is taken apart and put together from its end."""
+    return around(lambda x: torch.stack(x.unbind(1)[::-1], 1), lambda x: x.flip(1))
