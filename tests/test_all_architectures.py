@@ -12,17 +12,17 @@ import pytest
 from all_routers import ALL_ROUTERS
 from architectures import ARCHITECTURES
 
-DOCS = Path(__file__).parent.parent / "docs"
-
 
 @pytest.fixture
 def results() -> dict[str, Any]:
-    return json.loads((DOCS / "architectures.json").read_text())
+    return json.loads(all_architectures.DOCUMENT.with_suffix(".json").read_text())
 
 
 def test_the_tables_are_those_of_the_results(results: dict[str, Any]) -> None:
-    text = (DOCS / "architectures.md").read_text()
+    text = all_architectures.DOCUMENT.read_text()
     assert all_architectures.with_tables(text, results) == text, "make architectures, or --write ... --tables"
+    text = all_architectures.README.read_text()
+    assert all_architectures.with_text(text, "architectures", all_architectures.summary(results)) == text
 
 
 def test_every_case_has_a_line_and_is_right(results: dict[str, Any]) -> None:
@@ -63,3 +63,20 @@ def test_a_refusal_that_is_not_expected_fails_the_command(
     monkeypatch.setitem(ALL_ROUTERS, "sinkhorn", case)
     assert all_architectures.main(["--only", "^sinkhorn$", "--routers"]) == 1
     assert "NOT RIGHT, expected captured" in capsys.readouterr().out
+
+
+def test_one_case_is_run_again(tmp_path: Path) -> None:
+    """Its result and its line are replaced, the others stay; results of another version do not."""
+    document = tmp_path / "table.md"
+    document.write_text("before\n<!-- architectures -->\n<!-- end -->\n<!-- routers -->\n<!-- end -->\nbehind\n")
+    file = document.with_suffix(".json")
+    for name in ("top_p", "relu_routing"):
+        assert all_architectures.main(["--only", f"^{name}$", "--routers", "--write", str(document)]) == 0
+    held = json.loads(file.read_text())
+    assert [case["name"] for case in held["routers"]] == ["top_p", "relu_routing"]
+    text = document.read_text()
+    assert text.startswith("before\n") and text.endswith("behind\n")
+    assert "2 of 2 as expected" in text and "| `top_p` |  |  |  | refused: RefusedConfiguration |" in text
+    file.write_text(json.dumps({**held, "torch": "2.0.0"}))
+    assert all_architectures.main(["--only", "^top_p$", "--routers", "--write", str(document)]) == 0
+    assert [case["name"] for case in json.loads(file.read_text())["routers"]] == ["top_p"]

@@ -29,6 +29,8 @@ from architectures import ARCHITECTURES
 from tiny import Case
 from verdicts import Outcome, architecture, router
 
+README = Path(__file__).resolve().parents[2] / "README.md"
+DOCUMENT = README.parent / "docs" / "architectures.md"
 HEADINGS = {
     "architectures": ("architecture", "form", "layers captured of layers present", "rows equal / rows", "status"),
     "routers": ("router", "form", "layers captured of layers present", "rows equal / rows", "status"),
@@ -48,7 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     file = given.write.with_suffix(".json") if given.write else None
     ran = {} if given.tables else run(given.inner, given.routers, re.compile(given.only), file)
     if given.write:
-        given.write.write_text(with_tables(given.write.read_text(), json.loads(file.read_text())))
+        results = json.loads(file.read_text())
+        given.write.write_text(with_tables(given.write.read_text(), results))
+        if given.write.resolve() == DOCUMENT:
+            README.write_text(with_text(README.read_text(), "architectures", summary(results)))
     wrong = [case["name"] for kind in ran.values() for case in kind if not case["right"]]
     if wrong:
         print(f"{len(wrong)} are not right: {', '.join(wrong)}")
@@ -122,15 +127,31 @@ def status(outcome: Outcome) -> str:
 
 
 def with_tables(text: str, results: dict[str, Any]) -> str:
-    """Markdown with a table between the markers `<!-- architectures -->` and `<!-- end -->`, and so for routers."""
+    """Markdown with the tables of all kinds of cases that were run, each between its marker and `<!-- end -->`."""
     for kind, heading in HEADINGS.items():
         if results.get(kind):
-            before, marker, after = text.partition(f"<!-- {kind} -->\n")
-            _, end, rest = after.partition("<!-- end -->")
-            if not end:
-                raise SystemExit(f"no markers '<!-- {kind} -->' and '<!-- end -->' for a table")
-            text = before + marker + table(heading, results, results[kind]) + end + rest
+            text = with_text(text, kind, table(heading, results, results[kind]))
     return text
+
+
+def with_text(text: str, name: str, made: str) -> str:
+    """Markdown with what is made between the markers `<!-- name -->` and `<!-- end -->`."""
+    before, marker, after = text.partition(f"<!-- {name} -->\n")
+    _, end, rest = after.partition("<!-- end -->")
+    if not end:
+        raise SystemExit(f"no markers '<!-- {name} -->' and '<!-- end -->' to write between")
+    return before + marker + made + end + rest
+
+
+def summary(results: dict[str, Any]) -> str:
+    """The README's line about the tables."""
+    counts = [f"{sum(c['right'] for c in results[kind])} of {len(results[kind])}" for kind in HEADINGS]
+    when = max(case["date"] for kind in HEADINGS for case in results[kind])
+    return (
+        f"As expected came out {counts[0]} architectures of transformers {results['transformers']} and {counts[1]} hand-written "
+        f"routers and look-alikes\n({when}, `{results['inner']}`, torch {results['torch']}): "
+        "[form, layers and rows of each](docs/architectures.md).\n"
+    )
 
 
 def table(heading: Sequence[str], results: dict[str, Any], cases: Sequence[dict[str, Any]]) -> str:
