@@ -24,6 +24,7 @@ from r3_pass.registry.dataflow import (
 
 _MOVES = frozenset({"flip", "roll", "flipud", "fliplr", "index_select", "gather", "take_along_dim", "sort", "rot90"})
 _WRITES = frozenset({"setitem", "index_put", "index_copy", "scatter", "index_add", "scatter_add"})
+_ORDERS = frozenset({"argsort", "sort", "topk", "nonzero", "where", "argmax", "max"})
 _TURNS = frozenset({"transpose", "permute", "movedim", "t", "mT", "T"})
 _STEPS = 4000
 _PART_STEPS = 60
@@ -35,7 +36,7 @@ def reordering(flow: DataFlow, product: fx.Node) -> fx.Node | None:
     Args:
         product: the linear (or other product with the router's weight) that makes the scores.
     """
-    start = next((n for n in flow.inputs(product) if flow.kind(n) == "data" and is_tensor(n)), None)
+    start = next((n for n in flow.inputs(product) if _is_data(flow, n)), None)
     if spelling(product).startswith("conv") and start is not None and spelling(start) in _TURNS:
         start = _upstream(
             flow, start, spelling(start)
@@ -78,7 +79,7 @@ def _another_way(flow: DataFlow, start: fx.Node | None, moved: fx.Node) -> bool:
         name = spelling(node)
         if _moves(flow, node, name) or (name in _TURNS and _turns_tokens(node)):
             continue
-        same = [n for n in flow.inputs(node) if flow.kind(n) == "data" and is_tensor(n) and dims(n) == dims(node)]
+        same = [n for n in flow.inputs(node) if _is_data(flow, n) and dims(n) == dims(node)]
         for source in same if len(same) > 1 else [_upstream(flow, node, name)]:
             if source not in seen:
                 seen.add(source)
@@ -103,18 +104,25 @@ def _upstream(flow: DataFlow, node: fx.Node, name: str) -> fx.Node | None:
         return flow.operand(node, argument(node, 0, "input"))
     source = flow.operand(node, node.args[0]) if node.args else None
     if name == "getitem" and source is not None and flow.kind(source) == "weight":
-        return next((n for n in flow.inputs(node) if flow.kind(n) == "data" and is_tensor(n)), None)
+        return next((n for n in flow.inputs(node) if _is_data(flow, n)), None)
     if name in _WRITES and source is not None and flow.kind(source) == "data":
         return source  # other tokens (an image's) are written over some of these
+    if name in _WRITES:
+        return None  # laid into a tensor that was made before
     if name in ("cat", "stack") and (whole := _parts(flow, node)) is not None:
         return whole[0]
-    data = [n for n in flow.inputs(node) if flow.kind(n) == "data" and is_tensor(n)]
+    data = [n for n in flow.inputs(node) if _is_data(flow, n)]
     if not data or is_opaque(node) or name in ("cat", "stack", "scaled_dot_product_attention"):
         return None
     if name in CONTRACTIONS:
         return data[0] if len(data) == 1 else None
     same = [n for n in data if dims(n) == dims(node)]
     return min(same, key=flow.order.__getitem__) if same else (data[0] if len(data) == 1 else None)
+
+
+def _is_data(flow: DataFlow, node: fx.Node) -> bool:
+    """A tensor that depends on the call's inputs; `out[i] = x` returns none, but stands for what `out` is from then on."""
+    return flow.kind(node) == "data" and (is_tensor(node) or spelling(node) == "setitem")
 
 
 def _moves(flow: DataFlow, node: fx.Node, name: str) -> bool:
@@ -124,14 +132,25 @@ def _moves(flow: DataFlow, node: fx.Node, name: str) -> bool:
     if name == "einsum":
         return _turns_letters(node)
     source = flow.operand(node, node.args[0]) if node.args else None
-    if source is None or not is_tensor(source):
+    if source is None or not (is_tensor(source) or spelling(source) == "setitem"):
         return False
     if name == "getitem":
         return flow.kind(source) == "data" and any(is_tensor(n) or isinstance(n, list) for n in _index(node, 1))
     if name in _WRITES and flow.kind(source) == "const":
         index = _index(node, 1 if name in ("setitem", "index_put") else 2)
-        return any(is_tensor(n) or (isinstance(n, slice) and n.start not in (None, 0)) for n in index)
+        late = any(isinstance(n, slice) and n.start not in (None, 0) for n in index)
+        return late or any(is_tensor(n) and not _sorts_back(flow, node, flow.operand(node, n)) for n in index)
     return False
+
+
+def _sorts_back(flow: DataFlow, write: fx.Node, index: fx.Node | None) -> bool:
+    """Whether tokens are written to where the same order took them from: experts that sort their tokens, and sort them back."""
+    if index is None:
+        return False
+    orders = {index} | {n for n in _behind(flow, index) if spelling(n) in _ORDERS}
+    picked = [n for n in _behind(flow, write) if spelling(n) in ("getitem", "index_select", "gather") and is_tensor(n)]
+    by = [n for pick in picked for n in flow.inputs(pick)[1:] if is_tensor(n)]
+    return any(orders & _behind(flow, n) for n in by)
 
 
 def _turns_letters(node: fx.Node) -> bool:

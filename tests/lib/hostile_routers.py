@@ -832,3 +832,31 @@ def tokens_turned_by_einsum() -> nn.Module:
 def tokens_unbound_and_stacked() -> nn.Module:
     """The sequence is taken apart and put together from its end."""
     return around(lambda x: torch.stack(x.unbind(1)[::-1], 1), lambda x: x.flip(1))
+
+
+@captured()
+def layers_without_a_residual() -> nn.Module:
+    """The experts' output, sorted back by index_add, is all that the next layer's router sees."""
+
+    class Straight(Net):
+        def decode(self, x: Tensor) -> Tensor:
+            for block in self.layers:
+                x = block.mlp(block.norm(x))
+            return self.head(self.norm(x))
+
+    return Straight([Block(MoE(softmax_topk, permuted, gate=gate())) for _ in range(2)])
+
+
+@refused("another order")
+def tokens_written_by_an_order_of_their_own() -> nn.Module:
+    """Tokens are laid out by the order of their ids, which sorts nothing back."""
+
+    class Sorted(Net):
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.embed(ids)
+            rows = torch.arange(len(x)).unsqueeze(-1)
+            laid = torch.zeros_like(x)
+            laid[rows, ids.argsort(-1)] = x
+            return self.decode(laid)
+
+    return Sorted([Block(MoE(softmax_topk, permuted, gate=gate())) for _ in range(2)])
