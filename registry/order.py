@@ -7,6 +7,8 @@ the graph's inputs is walked, along the residual stream: what moves tokens on it
 
 from __future__ import annotations
 
+import sys
+from collections import deque
 from itertools import pairwise
 from typing import Any
 
@@ -28,6 +30,7 @@ _ORDERS = frozenset({"argsort", "sort", "topk", "nonzero", "where", "argmax", "m
 _TURNS = frozenset({"transpose", "permute", "movedim", "t", "mT", "T"})
 _STEPS = 4000
 _PART_STEPS = 60
+_NEAR = 200
 
 
 def reordering(flow: DataFlow, product: fx.Node) -> fx.Node | None:
@@ -38,9 +41,8 @@ def reordering(flow: DataFlow, product: fx.Node) -> fx.Node | None:
     """
     start = next((n for n in flow.inputs(product) if _is_data(flow, n)), None)
     if spelling(product).startswith("conv") and start is not None and spelling(start) in _TURNS:
-        start = _upstream(
-            flow, start, spelling(start)
-        )  # channels go second into a convolution, and last again behind it
+        # channels go second into a convolution, and last again behind it
+        start = _upstream(flow, start, spelling(start))
     moved = _mover(flow, start)
     return None if moved is None or _another_way(flow, start, moved) else moved
 
@@ -87,14 +89,14 @@ def _another_way(flow: DataFlow, start: fx.Node | None, moved: fx.Node) -> bool:
     return False
 
 
-def _behind(flow: DataFlow, node: fx.Node) -> set[fx.Node]:
-    """Everything that a value is made of."""
-    stack, seen = [node], {node}
-    while stack:
-        for source in flow.inputs(stack.pop()):
+def _behind(flow: DataFlow, node: fx.Node, near: int = sys.maxsize) -> set[fx.Node]:
+    """What a value is made of: all of it, or about as many of the nearest values as are asked for."""
+    waiting, seen = deque([node]), {node}
+    while waiting and len(seen) < near:
+        for source in flow.inputs(waiting.popleft()):
             if source not in seen and flow.kind(source) == "data":
                 seen.add(source)
-                stack.append(source)
+                waiting.append(source)
     return seen
 
 
@@ -103,7 +105,7 @@ def _upstream(flow: DataFlow, node: fx.Node, name: str) -> fx.Node | None:
     if name == "embedding":
         return flow.operand(node, argument(node, 0, "input"))
     source = flow.operand(node, node.args[0]) if node.args else None
-    if name == "getitem" and source is not None and flow.kind(source) == "weight":
+    if _looks_up(flow, node, name):
         return next((n for n in flow.inputs(node) if _is_data(flow, n)), None)
     if name in _WRITES and source is not None and flow.kind(source) == "data":
         return source  # other tokens (an image's) are written over some of these
@@ -128,7 +130,7 @@ def _is_data(flow: DataFlow, node: fx.Node) -> bool:
 def _moves(flow: DataFlow, node: fx.Node, name: str) -> bool:
     """Whether an operator may put tokens into other places."""
     if name in _MOVES or out_of_order(flow, node):
-        return True
+        return not _looks_up(flow, node, name)
     if name == "einsum":
         return _turns_letters(node)
     source = flow.operand(node, node.args[0]) if node.args else None
@@ -147,10 +149,18 @@ def _sorts_back(flow: DataFlow, write: fx.Node, index: fx.Node | None) -> bool:
     """Whether tokens are written to where the same order took them from: experts that sort their tokens, and sort them back."""
     if index is None:
         return False
-    orders = {index} | {n for n in _behind(flow, index) if spelling(n) in _ORDERS}
-    picked = [n for n in _behind(flow, write) if spelling(n) in ("getitem", "index_select", "gather") and is_tensor(n)]
+    orders = {index} | {n for n in _behind(flow, index, _NEAR) if spelling(n) in _ORDERS}
+    picked = [
+        n for n in _behind(flow, write, _NEAR) if spelling(n) in ("getitem", "index_select", "gather") and is_tensor(n)
+    ]
     by = [n for pick in picked for n in flow.inputs(pick)[1:] if is_tensor(n)]
-    return any(orders & _behind(flow, n) for n in by)
+    return any(orders & _behind(flow, n, _NEAR) for n in by)
+
+
+def _looks_up(flow: DataFlow, node: fx.Node, name: str) -> bool:
+    """Whether rows of a weight are picked, as an embedding does."""
+    source = flow.operand(node, node.args[0]) if node.args else None
+    return name in ("getitem", "index_select") and source is not None and flow.kind(source) == "weight"
 
 
 def _turns_letters(node: fx.Node) -> bool:

@@ -860,3 +860,14 @@ def tokens_written_by_an_order_of_their_own() -> nn.Module:
             return self.decode(laid)
 
     return Sorted([Block(MoE(softmax_topk, permuted, gate=gate())) for _ in range(2)])
+
+
+@captured()
+def embedding_by_index_select() -> nn.Module:
+    """The same, flattened and by index_select."""
+
+    class Selected(Net):
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.decode(self.embed.weight.index_select(0, ids.flatten()).view(*ids.shape, D))
+
+    return Selected([Block(MoE(softmax_topk, permuted, gate=gate())) for _ in range(2)])
