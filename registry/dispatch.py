@@ -58,6 +58,21 @@ _MIXING = frozenset(
     {"masked_fill", "add", "sub", "mul", "where", "masked_scatter", "setitem", "index_put", "maximum", "minimum", "xor"}
 )
 _LEFT_OUT = "they name the experts that are left out, not those that are chosen"
+_ONE_BY_ONE = _COMPARISONS | {
+    "add",
+    "sub",
+    "mul",
+    "mod",
+    "floordiv",
+    "not",
+    "and",
+    "or",
+    "to",
+    "long",
+    "int",
+    "clamp",
+    "setitem",
+}
 _BOUNDS = frozenset({
     "gt", "ge", "lt", "le", "clamp", "clip", "clamp_min", "clamp_max", "minimum", "maximum", "where", "masked_fill",
 })  # fmt: skip
@@ -220,7 +235,8 @@ class _Follow:
     def _filled(self, user: fx.Node, name: str) -> int | None:
         """An expert that some ids are replaced with, by a condition that leaves the weights as they are; None if there is none.
 
-        Where the condition zeroes the weights too, the choice was dropped, and its number is only made safe for an index.
+        What depends on the id alone is a placement of experts. Where the condition zeroes the weights too, the choice was dropped,
+        and its number is only made safe for an index.
         """
         place = {"masked_fill": 2, "where": 1, "setitem": 2}.get(name)
         if place is None:
@@ -233,7 +249,22 @@ class _Follow:
         condition = self.flow.operand(user, user.args[0 if name == "where" and not method else 1])
         if condition is None or not is_tensor(condition) or value(condition).dtype != torch.bool:
             return None
-        return None if self._tells_weights(condition) else filled
+        return None if self._told_by_id(condition) or self._tells_weights(condition) else filled
+
+    def _told_by_id(self, condition: fx.Node) -> bool:
+        """Whether a condition is a function of each id by itself: a relabelling, the same for every token."""
+        stack, seen = [condition], {condition}
+        while stack:
+            top = stack.pop()
+            if top in self.starts or self.flow.kind(top) != "data":
+                continue
+            if spelling(top) not in _ONE_BY_ONE:
+                return False
+            for source in self.flow.inputs(top):
+                if source not in seen:
+                    seen.add(source)
+                    stack.append(source)
+        return True
 
     def _tells_weights(self, condition: fx.Node) -> bool:
         """Whether a condition is used for floating-point values, too."""
