@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import gc
 import json
 import platform
 import re
@@ -103,6 +104,7 @@ def _router(case: Case, inner: str) -> Outcome:
 
 def _case(name: str, record: Callable[[], Outcome]) -> dict[str, Any]:
     torch._dynamo.reset()
+    gc.collect()  # what the cases before left behind slows down the compilation of the next ones
     started = time.perf_counter()
     with torch._dynamo.config.patch(recompile_limit=64):
         outcome = record()
