@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import numpy.typing as npt
 
-from r3_pass.errors import BufferLayoutError, PartialCapture, R3Error
+from r3_pass.errors import BufferLayoutError, PartialCapture, R3Error, RefusedConfiguration
 from r3_pass.passes.ops import ERROR_DUPLICATE, ERROR_SLOT, ERROR_TOKENS, STATE_CALLS, STATE_ERRORS
 from r3_pass.runtime.export import Pending
 from r3_pass.runtime.rows import Numbers, RowLog
@@ -85,21 +85,28 @@ class Arrivals:
         log: RowLog | None,
         buffer: SlotBuffer | None,
         layers: tuple[int, ...],
+        named: Mapping[int, int],
         wait: bool,
         numbers: Numbers | None = None,
     ) -> None:
         """Take in what has arrived; with `wait`, everything, or what holds the rows with these numbers, ascending.
 
+        Args:
+            named: by layer, how many ids name an expert, where a router chooses among more.
+
         Rows of a step with a fault are filled in as void, so that whoever asks for them gets an error. All of the
         buffer is void then too: where the step wrote is not known, nor what was moved since.
         """
         for copy in self._ready(self._steps, wait, numbers):
-            self._take_step(copy, log, buffer, layers)
+            self._take_step(copy, log, buffer, layers, named)
         for copy in self._ready(self._pieces, wait, numbers):
             while self._taken < copy.after:  # a fault of a step before it must be known first
-                self._take_step(self._steps[0], log, buffer, layers)
+                self._take_step(self._steps[0], log, buffer, layers, named)
                 self._steps.popleft()
             rows, _ = copy.pending.wait()
+            if not copy.void and (fault := past_experts(rows, layers, named)) is not None:
+                self.failure = self.failure or fault
+                copy.void = True
             if log is not None:
                 log.fill(copy.first_row, np.full_like(rows, -1) if copy.void else rows)
             copy.pending.release()
@@ -117,10 +124,18 @@ class Arrivals:
             yield copies[0]
             copies.popleft()
 
-    def _take_step(self, copy: Arrival, log: RowLog | None, buffer: SlotBuffer | None, layers: tuple[int, ...]) -> None:
+    def _take_step(
+        self,
+        copy: Arrival,
+        log: RowLog | None,
+        buffer: SlotBuffer | None,
+        layers: tuple[int, ...],
+        named: Mapping[int, int],
+    ) -> None:
         rows, flags = copy.pending.wait()
         self._taken += 1
         fault = _fault(flags, copy, layers) if flags is not None else None
+        fault = fault or past_experts(rows, layers, named)
         if fault is not None:
             self.failure = self.failure or fault
             for piece in self._pieces:
@@ -136,6 +151,23 @@ class Arrivals:
         if self.failure is not None:
             failure, self.failure = self.failure, None
             raise failure
+
+
+def past_experts(rows: npt.NDArray[np.int16], layers: tuple[int, ...], named: Mapping[int, int]) -> R3Error | None:
+    """An error if an id names no expert, but the padding of a router's weight.
+
+    Args:
+        rows: int16 [n, M, K].
+    """
+    for layer, count in named.items():
+        chosen = rows[:, layers.index(layer)] if len(rows) else rows
+        if chosen.size and int(chosen.max()) >= count:
+            return RefusedConfiguration(
+                f"layer {layer} chose expert {int(chosen.max())}, but only {count} experts are there: the router's weight "
+                "is padded, and its padding was chosen. Such rows are not handed out. Mask the padding's scores with -inf "
+                "before the choice."
+            )
+    return None
 
 
 def _fault(flags: npt.NDArray[np.int32], copy: Arrival, layers: tuple[int, ...]) -> R3Error | None:

@@ -8,13 +8,15 @@ import torch
 from torch import nn
 
 from r3_pass.backend import Backend
+from r3_pass.binding import goes_through
 from r3_pass.errors import NoRouterFound, RefusedConfiguration, UnsupportedEngine
+from r3_pass.runtime.coverage import Reasons
 from r3_pass.runtime.engines import ADAPTERS
 from r3_pass.runtime.engines.base import EngineAdapter
 from r3_pass.runtime.inputs import count
 from r3_pass.runtime.refusals import check_deployment
 from r3_pass.runtime.session import Session
-from r3_pass.structure import inspect, numbered, text_config
+from r3_pass.structure import Block, inspect, numbered, text_config
 
 
 def attach(
@@ -147,20 +149,22 @@ def _backend_of(wrapper: Any) -> Backend | None:
     return None
 
 
-def _reasons(backend: Backend | None) -> Any:
+def _reasons(backend: Backend | None) -> Reasons | None:
     """A function from a decoder layer to why its candidates were rejected, for error messages."""
     if backend is None:
         return None
 
-    def why(layer: int) -> str:
-        found = [r for r in backend.report().rejected if layer in _numbers(r.module)]
-        return "; ".join(f"{r.node} rejected: {r.reason}" for r in found[:3])
+    def why(block: Block) -> str:
+        nodes: dict[str, list[str]] = {}
+        report = backend.report()
+        seen = [(e.graph, e.module) for e in report.sites] + [(e.graph, e.module) for e in report.rejected]
+        whole = {graph for graph, module in seen if numbered(f"{module}.")}
+        for entry in report.rejected:
+            if goes_through(entry.module, block) or entry.graph not in whole:  # a graph of one layer may serve any
+                nodes.setdefault(entry.reason, []).append(entry.node)
+        return "; ".join(f"{', '.join(names)} rejected: {reason}" for reason, names in nodes.items())
 
     return why
-
-
-def _numbers(module: str) -> set[int]:
-    return {int(part) for part in module.split(".") if part.isdigit()}
 
 
 def _refuse_model(model: nn.Module) -> None:

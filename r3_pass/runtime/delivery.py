@@ -6,7 +6,7 @@ Legend: M stored (MoE) layers, K top-k.
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -34,12 +34,14 @@ class Delivery:
     exporter: the copies' way.
     arrivals: those on it.
     table: rows of running requests; None until the layout is known, and without a KV cache.
+    named: by layer, how many ids name an expert, where a router chooses among more.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.exporter = Exporter(device)
         self.arrivals = Arrivals()
         self.table: SequenceTable | None = None
+        self.named: Mapping[int, int] = {}
         self._versions: list[tuple[int, Hashable]] = []  # number of the first row that each version of the weights made
         self._steps = 0
 
@@ -224,7 +226,7 @@ class Delivery:
         """Take in what has arrived; see `Arrivals.collect`."""
         log = self.table.rows if self.table is not None else None
         layers = buffer.geometry.stored if buffer is not None else ()
-        self.arrivals.collect(log, buffer, layers, wait, numbers)
+        self.arrivals.collect(log, buffer, layers, self.named, wait, numbers)
 
     # ---- out ----------------------------------------------------------------------------------------------------
     def _arrive(self, buffer: SlotBuffer | None, request_id: Hashable, num_tokens: int, start: int) -> None:

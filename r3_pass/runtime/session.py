@@ -20,6 +20,7 @@ from torch import nn
 
 from r3_pass.description import DTYPE, Description, describe_tag, fingerprint
 from r3_pass.errors import RefusedConfiguration
+from r3_pass.runtime.arrivals import past_experts
 from r3_pass.runtime.coverage import Reasons
 from r3_pass.runtime.delivery import Delivery
 from r3_pass.runtime.engines.base import EngineAdapter
@@ -71,6 +72,7 @@ class Session:
         self._delivery = Delivery(device)
         self._store = SlotStore(model, device, num_layers, lambda g: self._delivery.laid_out(g, self.version))
         self._binding = self._store.binding
+        self._delivery.named = self._binding.named
         self._steps = Steps(self._lock, device, self._store, self._delivery, reasons)
         if num_slots is not None and max_tokens is not None:
             try:
@@ -261,7 +263,10 @@ class Session:
         with self._lock:
             self._usable()
             rows = self._store.required().gather(slots).cpu().numpy()
-            return self._all_arrived().geometry.expand(rows)
+            geometry = self._all_arrived().geometry
+            if (error := past_experts(rows, self._binding.layers, self._binding.named)) is not None:
+                raise error
+            return geometry.expand(rows)
 
     def self_test(self, *args: Any, **kwargs: Any) -> SelfTest:
         """Record one batch, and compare it with what the uncompiled model chooses for the same batch.
@@ -296,7 +301,8 @@ class Session:
             self._call(*args, **kwargs)
         recorded = self.read(slots)
         self.assign(slots)
-        return compare(self._binding.model, self._binding.blocks(), recorded, args, kwargs)
+        binding = self._binding
+        return compare(binding.model, binding.blocks(), binding.experts_shown(), recorded, args, kwargs)
 
     # ---- life cycle ---------------------------------------------------------------------------------------------
     def weights_changed(self, tag: Hashable) -> None:

@@ -288,7 +288,7 @@ def test_a_buffer_that_does_not_fit(loop: Loop, how: str, monkeypatch: pytest.Mo
 
     with monkeypatch.context() as patch:
         if how == "free":
-            patch.setattr(memory, "free_bytes", lambda device: 2000 * 8 + 16)  # enough for the mapping
+            patch.setattr(memory, "free_bytes", lambda device: 2000 * 8 + 32)  # enough for the mapping
         else:
             patch.setattr(memory, "free_bytes", lambda device: None)
             real: Callable[..., Tensor] = torch.empty
