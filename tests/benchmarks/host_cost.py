@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from capture_cost import HIDDEN, Routers, _captured_with
+from capture_cost import HIDDEN, Routers, captured_with
 
 import r3_pass
 from r3_pass.runtime import SegmentBatch
@@ -71,7 +71,7 @@ def measure(name: str, context: int, steps: int) -> dict[str, Any]:
     x = torch.randn(BATCH, HIDDEN, device=device)
     run: Callable[[], Any]
     if device == "cuda":
-        run = _captured_with(session, compiled, x, torch.full((BATCH,), -1, device=device)).replay
+        run = captured_with(session, compiled, x, torch.full((BATCH,), -1, device=device)).replay
     else:
         with session.step(np.full(BATCH, -1)):
             compiled(x)
