@@ -2,14 +2,14 @@
 
     python examples/mismatch.py --out results        # a table; results/mismatch.json, mismatch.png, policy.json, policy.png
 
-The model is a byte-level Qwen3-MoE of 6.8 M parameters (7 layers, the first dense, 32 experts, top 4), trained on the Python
-standard library by `mismatch/train.py`. The rollout is the reference engine in bfloat16, compiled by Inductor; the trainer's forward is
-float32, other attention and expert kernels, compiled by AOTAutograd alone. Model, precisions, kernels, prompts and seeds stand in
-`mismatch/setup.json`, which was committed before anything was measured. The floor is the same architecture with dense layers in the
-place of its experts: what is left when there is no routing at all.
+The model is a byte-level Qwen3-MoE of 6.8 M parameters (7 layers, the first dense, 32 experts, top 4), trained on the
+Python standard library by `mismatch/train.py`. The rollout is the reference engine in bfloat16, compiled by Inductor; the
+trainer's forward is float32, with other attention and expert kernels, compiled by AOTAutograd alone. Model, precisions,
+kernels, prompts and seeds stand in `mismatch/setup.json`, which was committed before anything was measured. The floor is the same
+architecture with dense layers in the place of its experts: what is left when there is no routing at all.
 
-Then 20 steps of a small policy-gradient loop (groups of completions, advantages within a group, clipped ratios against the rollout's
-log-probabilities) from these weights, with and without replay; the reward is the share of vowels.
+Then 20 steps of a small policy-gradient loop (groups of completions, advantages within a group, clipped ratios against the
+rollout's log-probabilities) from these weights, with and without replay; the reward is the share of vowels.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 

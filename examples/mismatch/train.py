@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from model import SETUP, all_experts, build, weights_of
+from safetensors.torch import save_file
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 
