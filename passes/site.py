@@ -6,6 +6,8 @@ import dataclasses
 
 from torch import fx
 
+from r3_pass.registry.form import Selection
+
 
 @dataclasses.dataclass(frozen=True)
 class Accepted:
@@ -24,6 +26,10 @@ class Accepted:
         proved: False if the ids leave the graph before they reach experts: the model's structure must confirm the site.
         selections: the selection operators, for reports.
         overwritten: the graph changes the ids in place later; what the router chose must be kept before that.
+        choices: every selection that makes the same choice (equal ones, too), and the first column of `columns` that it makes.
+        roots: the products that the scores come from.
+        fixed: the ids follow from the token alone; there is nothing to replay.
+        no_replay: why its form cannot be replayed; "" if it can.
     """
 
     form: str
@@ -38,6 +44,10 @@ class Accepted:
     proved: bool
     selections: tuple[fx.Node, ...]
     overwritten: bool = False
+    choices: tuple[tuple[Selection, int], ...] = ()
+    roots: tuple[fx.Node, ...] = ()
+    fixed: bool = False
+    no_replay: str = ""
 
     def __bool__(self) -> bool:
         return True

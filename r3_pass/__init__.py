@@ -8,6 +8,7 @@ from r3_pass import passes, registry, runtime
 from r3_pass.backend import backend
 from r3_pass.errors import (
     BufferLayoutError,
+    InvalidRoutes,
     MissingRoutes,
     NoRouterFound,
     PartialCapture,
@@ -20,6 +21,7 @@ from r3_pass.explain import explain
 
 __all__ = [
     "BufferLayoutError",
+    "InvalidRoutes",
     "MissingRoutes",
     "NoRouterFound",
     "PartialCapture",

@@ -188,6 +188,10 @@ class Binding:
             self._link(first)
         return changed
 
+    def owns(self, weight: Any) -> bool:
+        """Whether a weight is one of the model's, as far as was seen."""
+        return self._owner(weight) is not None
+
     def _owner(self, weight: Any) -> Owner | None:
         if self._unmarked is not None:
             held = self._unmarked.get(id(weight))

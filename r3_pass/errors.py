@@ -96,3 +96,13 @@ class BufferLayoutError(R3Error):
     that its shape lacks, a buffer of another dtype, layout or device. What to do: size it from the session's own
     geometry.
     """
+
+
+class InvalidRoutes(R3Error):
+    """Routes that were given to replay cannot be those of this forward.
+
+        Layer 3: row 17 has expert 64 twice, [64, 64]. A router chooses different experts; ...
+
+    Raised by `backend.replay(routes)`, by the forward inside it, and when it ends. What to do: look at where the rows come from:
+    an empty capture, another tokenisation, shifted or padded rows. `on_bad_row="live"` leaves single bad rows to the live router.
+    """
