@@ -142,8 +142,8 @@ class _Plan:
         self.members = {selection.node for selection, _ in site.choices}
         self.roots = set(site.roots)
         self._hidden: dict[fx.Node, bool] = {}
-        self.local = self._router_only()
         self.between = self._behind([s.scores for s, _ in site.choices if s.scores is not None])
+        self.local = self._router_only()
         self.decided = {n for n in self.between if self._decides(n)}
         self.tainted = self._forward(self.decided, self.members)
         self.ids = self._integers([i for s, _ in site.choices for i in s.ids])
@@ -394,9 +394,9 @@ class _Plan:
 
     # ---- neighbourhoods -----------------------------------------------------------------------------------------
     def _router_only(self) -> set[fx.Node]:
-        """Values that depend on the call only through the router's scores."""
-        found = set(self.roots)
-        stack = list(self.roots)
+        """What depends on hidden states only through the router's scores, and all that makes those."""
+        found = self.roots | self._down
+        stack = list(found)
         while stack:
             for user in self.flow.users(stack.pop()):
                 if user in found or user.op == "output":
@@ -422,16 +422,27 @@ class _Plan:
         return sorted(nodes, key=self.flow.order.__getitem__)
 
     def _behind(self, starts: Sequence[fx.Node]) -> set[fx.Node]:
-        """What lies between the roots and the scores that are selected over, without the site's own selections."""
+        """What the scores that are selected over are made of, back to products: the router's, or others'.
+
+        Sets `_down`, the part of it that the router's products lead to.
+        """
+        last = max((self.flow.order[n] for n in starts), default=0)
+        down, stack = set(self.roots), list(self.roots)
+        while stack:
+            for user in self.flow.users(stack.pop()):
+                if user not in down and user.op != "output" and self.flow.order[user] <= last:
+                    down.add(user)
+                    stack.append(user)
         found, stack = set(starts), list(starts)
         while stack:
             top = stack.pop()
-            if top in self.roots:
+            if top in self.roots or (spelling(top) in CONTRACTIONS and top not in down):
                 continue
             for source in self.flow.inputs(top):
-                if source not in found and source not in self.members and source in self.local | self.roots:
+                if source not in found and source not in self.members and self.flow.kind(source) == "data":
                     found.add(source)
                     stack.append(source)
+        self._down = down & found
         return found
 
     def _decides(self, node: fx.Node) -> bool:
@@ -439,10 +450,9 @@ class _Plan:
         seen = value(node)
         if not isinstance(seen, torch.Tensor) or seen.dtype.is_floating_point or spelling(node) in CREATION:
             return False
-        sources = [value(n) for n in self.flow.inputs(node) if n in self.local]
-        return any(not isinstance(s, torch.Tensor) or s.dtype.is_floating_point for s in sources) and not self._own(
-            node
-        )
+        sources = [value(n) for n in self.flow.inputs(node) if self.flow.kind(n) == "data"]
+        floats = any(not isinstance(s, torch.Tensor) or s.dtype.is_floating_point for s in sources)
+        return floats and not self._own(node)
 
     def _own(self, node: fx.Node) -> bool:
         return any(n in self.members for n in self.flow.inputs(node)) or node in self.members

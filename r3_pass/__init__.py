@@ -4,7 +4,7 @@ compiled = torch.compile(model, backend=r3_pass.backend())
 session = r3_pass.runtime.attach(engine)                       # or attach(compiled, num_slots=...)
 """
 
-from r3_pass import passes, registry, runtime
+from r3_pass import passes, registry, routes, runtime, verify
 from r3_pass.backend import backend
 from r3_pass.errors import (
     BufferLayoutError,
@@ -33,5 +33,7 @@ __all__ = [
     "explain",
     "passes",
     "registry",
+    "routes",
     "runtime",
+    "verify",
 ]

@@ -205,11 +205,10 @@ class Backend:
                 loss = loss_fn(compiled(input_ids))
                 loss.backward()
 
-        The weights of the experts are the live scores of the given ones, so that gradients reach the router. Forward
-        and backward belong
-        inside: a recomputation (activation checkpointing) that runs outside is refused. The context may be entered
-            again, for the
-        backward of a pipeline schedule, say. All that this backend compiled for the model is replayed, in every thread.
+        The weights of the experts are the live scores of the given ones, so that gradients reach the router. Forward and
+        backward belong inside: a recomputation (activation checkpointing) that runs outside is refused. The context may be
+        entered again, for the backward of a pipeline schedule, say. What this backend compiled for the model is replayed in
+        every thread.
 
         Args:
             routes: integers of 8 to 64 bits, a numpy array or a torch tensor: [tokens, layers, top_k] in the order of

@@ -28,7 +28,7 @@ class Given:
         sequences: B of padded [B, S, L, K]; None for flat rows.
         fallback: rows of each of L layers that were bad and went to the live router.
 
-    Raises: InvalidRoutes if the array has another shape or dtype, ids below -1, holes, or experts twice in a row.
+    Raises: InvalidRoutes if the array has another shape or dtype.
     """
 
     def __init__(self, routes: Any, on_bad_row: OnBadRow = "error") -> None:
@@ -40,7 +40,7 @@ class Given:
         self.ids = ids.flatten(0, 1) if ids.dim() == 4 else ids
         self.rows, self.layers, self.columns = map(int, self.ids.shape)
         self.fallback: dict[int, int] = {}
-        self._checked: dict[int, tuple[int, int]] = {}
+        self._checked: set[int] = set()
         self._laid: dict[tuple[int, torch.device], Tensor] = {}
         self._measure()
 
@@ -61,91 +61,89 @@ class Given:
         for j in range(1, self.columns):
             for i in range(j):
                 twice |= (columns[i] == columns[j]) & valid[j]
-        below = (columns < -1).any(0)
         hole = (valid[1:] & ~valid[:-1]).any(0) if self.columns > 1 else torch.zeros_like(twice)
-        bad = twice | below | hole
-        if bool(bad.any()):
-            for what, mask in (("an expert twice", twice), ("an id below -1", below), ("-1 before an expert", hole)):
-                if self.on_bad_row == "error" and bool(mask.any()):
-                    row, layer = (int(i) for i in mask.nonzero()[0])
-                    raise self._bad(layer, row, what, int(mask.sum()))
-            self._drop(bad)
+        self._twice, self._hole = twice, hole | (columns < -1).any(0)
         self._summarise()
 
     def _summarise(self) -> None:
         ids = self.ids
+        if not self.rows:
+            self.largest = self.valid = self.fewest = self.most = self.equal = self.broken = [0] * self.layers
+            return
         count = (ids >= 0).sum(-1)
         some = count > 0
-        most = self.columns + 1
-        low = (
-            torch.where(some.unsqueeze(-1), ids, torch.iinfo(torch.int32).max).amin(0)
-            if self.rows
-            else ids.new_zeros(ids.shape[1:])
-        )
-        high = ids.amax(0) if self.rows else low
-        numbers = torch.stack([
-            high.amax(-1).long(),
+        low = torch.where(some.unsqueeze(-1), ids, torch.iinfo(torch.int32).max).amin(0)
+        high = ids.amax(0)
+        numbers = [
+            high.amax(-1),
             some.sum(0),
-            torch.where(some, count, most).amin(0) if self.rows else count.new_zeros(self.layers),
-            count.amax(0) if self.rows else count.new_zeros(self.layers),
-            (low == high).all(-1).long(),
-        ])  # fmt: skip
-        self.largest, self.valid, self.fewest, self.most, self.equal = numbers.tolist()
-
-    def _drop(self, bad: Tensor) -> None:
-        """Leave bad rows [R, L] to the live router, and count them."""
-        for layer, count in enumerate(bad.sum(0).tolist()):
-            if count:
-                self.fallback[layer] = self.fallback.get(layer, 0) + count
-        self.ids = torch.where(bad.unsqueeze(-1), -1, self.ids)
-        self._laid.clear()
-
-    def _bad(self, column: int, row: int, what: str, count: int) -> InvalidRoutes:
-        shown = self.ids[row, column].tolist()
-        return InvalidRoutes(
-            f"routes[..., {column}, :] has {what} in row {row} ({shown}), {count} such rows in all: no router chose "
-            "that. Look at where "
-            "the rows come from (padding is -1), or pass on_bad_row='live' to leave such rows to the live router."
-        )
+            torch.where(some, count, self.columns + 1).amin(0),
+            count.amax(0),
+            (low == high).all(-1),
+            (self._twice | self._hole).sum(0),
+        ]
+        found = torch.stack([n.long() for n in numbers]).tolist()
+        self.largest, self.valid, self.fewest, self.most, self.equal, self.broken = found
 
     def check(self, column: int, layer: int, experts: int, top_k: int) -> None:
         """Check one layer's rows against what its router can choose; once per layer.
 
         Args:
             experts: E; 0 if the graph does not tell.
+
+        Raises: InvalidRoutes, naming the first bad row.
         """
-        if self._checked.get(column) == (experts, top_k) or not self.valid[column]:
+        if column in self._checked:
             return
         if self.most[column] and top_k > self.columns:
             raise InvalidRoutes(
-                f"layer {layer} chooses {top_k} experts for a token, the routes have {self.columns} columns: they "
-                "are those of another "
-                "model, or columns were cut off."
+                f"layer {layer} chooses {top_k} experts for a token, the routes have {self.columns} columns: they are "
+                "those of another model, or columns were cut off."
             )
-        outside = experts and self.largest[column] >= experts
-        partial = self.fewest[column] != top_k or self.most[column] != top_k
-        if outside or partial:
-            ids = self.ids[:, column]
+        ids = self.ids[:, column]
+        outside = experts > 0 and self.largest[column] >= experts
+        partial = self.most[column] > 0 and (self.fewest[column], self.most[column]) != (top_k, top_k)
+        if self.broken[column] or outside or partial:
             count = (ids >= 0).sum(-1)
-            bad = ((count != top_k) & (count > 0)) | (ids >= experts).any(-1)
-            if self.on_bad_row == "error":
-                row = int(bad.nonzero()[0])
-                what = f"an expert of {experts} that does not exist" if outside else f"other than {top_k} experts"
-                raise self._bad(column, row, what, int(bad.sum()))
-            everywhere = torch.zeros(self.ids.shape[:2], dtype=torch.bool, device=self.ids.device)
-            everywhere[:, column] = bad
-            self._drop(everywhere)
-            self._summarise()
-        if self.equal[column] and self.valid[column] > 1:
-            ways = math.perm(max(experts, top_k + 1), top_k)
-            if (1 / ways) ** (self.valid[column] - 1) < _CHANCE:
-                shown = self.ids[self.ids[:, column, 0] >= 0][0, column].tolist()
-                raise InvalidRoutes(
-                    f"layer {layer}: all {self.valid[column]} rows are {shown}. No router sends every token to the "
-                    "same experts: this is "
-                    "an empty capture (a buffer that was never written). Give -1 for rows that were not recorded."
-                )
-        self._checked[column] = (experts, top_k)
+            wrong = {
+                "an expert twice": self._twice[:, column],
+                "-1 before an expert, or an id below -1": self._hole[:, column],
+                f"an expert that does not exist (there are {experts})": (ids >= (experts or 1 << 31)).any(-1),
+                f"other than {top_k} experts": (count > 0) & (count != top_k),
+            }
+            self._drop(column, layer, wrong)
+        self._refuse_constant(column, layer, experts, top_k)
+        self._checked.add(column)
+
+    def _drop(self, column: int, layer: int, wrong: dict[str, Tensor]) -> None:
+        """Leave a layer's bad rows to the live router, or raise."""
+        bad = torch.stack(list(wrong.values())).any(0)
+        count = int(bad.sum())
+        if self.on_bad_row == "error":
+            what, mask = next((what, mask) for what, mask in wrong.items() if bool(mask.any()))
+            row = int(mask.nonzero()[0])
+            raise InvalidRoutes(
+                f"layer {layer} (routes[..., {column}, :]): row {row} has {what}: {self.ids[row, column].tolist()}; {count} of "
+                f"{self.rows} rows are bad. No router chose that: look at where the rows come from (padding is -1), or "
+                "pass on_bad_row='live' to leave such rows to the live router."
+            )
+        self.fallback[column] = count
+        self.ids[:, column] = torch.where(bad.unsqueeze(-1), -1, self.ids[:, column])
+        self._twice[:, column] = self._hole[:, column] = False
+        self._laid.clear()
+        self._summarise()
+
+    def _refuse_constant(self, column: int, layer: int, experts: int, top_k: int) -> None:
+        """An empty capture: the same experts for every token, more often than routers do that."""
+        ways = math.perm(max(experts, top_k + 1), top_k)
+        rows = self.valid[column]
+        if not self.equal[column] or rows < 2 or (1 / ways) ** (rows - 1) > _CHANCE:
+            return
+        shown = next(row for row in self.ids[:, column].tolist() if row[0] >= 0)
+        raise InvalidRoutes(
+            f"layer {layer} (routes[..., {column}, :]): all {rows} rows are {shown}. No router sends every token to the same "
+            "experts: this is an empty capture (a buffer that was never written). Give -1 for rows that were not recorded."
+        )
 
     # ---- layout -------------------------------------------------------------------------------------------------
     def laid(self, tokens: int, device: torch.device) -> Tensor:

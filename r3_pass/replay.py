@@ -14,12 +14,14 @@ Legend: T tokens, L decoder layers, M MoE layers, K columns of the routes, N sit
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import sys
 import threading
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import sympy
@@ -125,8 +127,9 @@ class Replays:
             wanted = set(map(id, weights))
             frames = [frame for reference in self._frames if (frame := reference()) is not None]
             holding = [f for f in frames if any(id(p) in wanted for p in (*f.parameters(), *f.buffers()))]
+            holding = [f for f in holding if any(map(layers_of(f).names_layer, weights))]
             found = max(holding, key=lambda f: sum(1 for _ in f.parameters()), default=None)
-            if found is None or not layers_of(found).structure.blocks:
+            if found is None:
                 return None
             self._models[weights[0]] = weakref.ref(found)
         return found
@@ -141,6 +144,7 @@ class Replay:
         self.forwards: Counter[int] = Counter()
         self.backward = False
         self._replays = replays
+        self._tracing = contextlib.ExitStack()
         self._named = model is not None
         self._routed: list[int] = []
         self._layer_of: dict[int, int] = {}
@@ -151,11 +155,15 @@ class Replay:
         self.forwards.clear()
         self.backward = False
         self._replays.enter(self)
+        if self.model is not None and layers_of(self.model).structure.separate_experts:
+            # Loops over experts make Dynamo give up a function, unless operators of data-dependent sizes may be traced.
+            self._tracing.enter_context(torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._tracing.close()
         self._replays.leave(self)
         told = Counter({self._layer_of.get(column, column): n for column, n in self.given.fallback.items()})
         with self._replays.lock:
@@ -452,8 +460,18 @@ def _token_counter(module: fx.GraphModule, tokens: Any) -> Callable[[Sequence[An
 
 
 def frames() -> list[nn.Module]:
-    """The modules that the frame which Dynamo is compiling was called with."""
+    """The modules in whose forward Dynamo is compiling, as far out as code that it was told to compile reaches."""
+    found: list[Any] = []
     running = getattr(torch._dynamo.symbolic_convert.tls, "current_tx", None)
-    if running is None:
-        return []
-    return [held for held in running.output.root_tx.f_locals.values() if isinstance(held, nn.Module)]
+    if running is not None:
+        found.extend(running.output.root_tx.f_locals.values())
+    within: list[Any] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        within.extend(frame.f_locals.values())
+        if frame.f_code.co_filename == torch._dynamo.eval_frame.__file__:  # entered compiled code here
+            found.extend(within)
+            within = []
+        frame = frame.f_back
+    modules = (getattr(held, "_orig_mod", held) for held in found if isinstance(held, nn.Module))
+    return [held for held in modules if isinstance(held, nn.Module) and not isinstance(held, fx.GraphModule)]

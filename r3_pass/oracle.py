@@ -1,7 +1,7 @@
 """An eager model whose routers are made to choose given experts: the truth that replay is held to.
 
 It knows no graph and no form. A function mode stands above autograd and sees every operator that selects something while a
-router runs; the one whose choice is the routing returns the given ids, and the scores at these ids in place of the best ones.
+module runs; the one whose choice is the routing returns the given ids, and the scores at these ids in place of the best ones.
 Scores that the router has masked are those before the mask, recognised by their values: what differs from the softmax (or
 sigmoid) is 0 or -inf.
 
@@ -22,38 +22,45 @@ _NAMES = {"topk", "max", "argmax", "sort", "argsort", "multinomial"}
 _SCORES = {"softmax", "sigmoid"}
 
 
+Routing = Callable[[nn.Module, int, Tensor, Tensor], bool]
+"""Tells, of (module that runs, number of the selection in it, scores [..., E], native ids), whether that is the routing."""
+
+
 class Forcing(TorchFunctionMode):
     """Forces selections of the running router.
 
-    Args:
-        routing: tells, of (operator, scores [..., E], native ids), whether that choice is the routing.
+    Attributes:
+        forced: how many selections were forced.
     """
 
-    def __init__(self, routing: Callable[[str, Tensor, Tensor], bool]) -> None:
-        super().__init__()
+    def __init__(self, routing: Routing) -> None:
+        TorchFunctionMode.__init__(self)
         self.routing = routing
+        self.module: nn.Module | None = None
         self.given: Tensor | None = None
         self.column = 0
+        self.number = 0
         self.forced = 0
         self.scores: list[Tensor] = []
 
-    def begin(self, given: Tensor) -> None:
-        self.given, self.column, self.scores = given, 0, []
+    def begin(self, module: nn.Module, given: Tensor) -> None:
+        self.module, self.given, self.column, self.number, self.scores = module, given, 0, 0, []
 
     def end(self) -> None:
-        self.given = None
+        self.module = self.given = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "").strip("_")
-        if self.given is None:
+        if self.module is None:
             return result
         if name in _SCORES and isinstance(result, Tensor):
             self.scores.append(result.clone())
         if name not in _NAMES or (name == "max" and isinstance(result, Tensor)):
             return result
         ids = result if isinstance(result, Tensor) else result[1]
-        if not self.routing(name, args[0], ids):
+        self.number += 1
+        if not self.routing(self.module, self.number, args[0], ids):
             return result
         return self._force(name, args, kwargs or {}, result, ids)
 
@@ -61,7 +68,7 @@ class Forcing(TorchFunctionMode):
         assert self.given is not None
         scores = args[0]
         at = {"topk": 2}.get(name, 1)
-        dim = kwargs.get("dim", args[at] if len(args) > at else -1)
+        dim = -1 if name == "multinomial" else kwargs.get("dim", args[at] if len(args) > at else -1)
         wide = ids.dim() == scores.dim()
         last = ids.movedim(dim, -1) if wide else ids.unsqueeze(-1)
         k = min(last.shape[-1], self.given.shape[-1])
@@ -90,43 +97,50 @@ class Forcing(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def forced(routers: Mapping[nn.Module, Tensor], routing: Callable[[str, Tensor, Tensor], bool]) -> Iterator[Forcing]:
-    """Inside, each of these modules chooses its int64 [T, k], -1 for its own choice."""
+def forced(routers: Mapping[nn.Module, Tensor], routing: Routing) -> Iterator[Forcing]:
+    """Inside, each of these modules chooses its int64 [T, k], -1 for its own choice; nothing is compiled."""
     mode = Forcing(routing)
+
+    def begin(module: nn.Module, args: Any) -> None:
+        mode.begin(module, routers[module])
+
+    def end(module: nn.Module, args: Any, result: Any) -> None:
+        mode.end()
+
     with contextlib.ExitStack() as stack:
-        for module, given in routers.items():
-            stack.callback(module.register_forward_pre_hook(lambda m, a, g=given: mode.begin(g)).remove)
-            stack.callback(module.register_forward_hook(lambda m, a, r: mode.end()).remove)
+        for module in routers:
+            stack.callback(module.register_forward_pre_hook(begin).remove)
+            stack.callback(module.register_forward_hook(end).remove)
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(mode)
         yield mode
 
 
-def random_ids(tokens: int, experts: int, k: int, seed: int = 0, live: float = 0.2) -> Tensor:
-    """int64 [T, k]: different experts for each token; some rows are -1."""
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.rand(tokens, experts, generator=generator).argsort(-1)[:, :k]
-    ids[torch.rand(tokens, generator=generator) < live] = -1
-    return ids
+def find(native: Mapping[nn.Module, Tensor], call: Callable[[], Any]) -> dict[nn.Module, set[int]]:
+    """Which selections in each module chose the ids that are known of an eager run, by their number in the module."""
+    found: dict[nn.Module, set[int]] = {module: set() for module in native}
+
+    def look(module: nn.Module, number: int, scores: Tensor, ids: Tensor) -> bool:
+        if _chose(native[module], ids.detach().cpu()):
+            found[module].add(number)
+        return False
+
+    with torch.no_grad(), forced(native, look):
+        call()
+    return found
 
 
-def loss_of(output: Any) -> Tensor:
-    """A scalar that depends on every element of the first tensor of an output."""
-    logits = output if isinstance(output, Tensor) else output[0]
-    weights = torch.linspace(-1, 1, logits.numel(), dtype=torch.float32).sin().reshape(logits.shape)
-    return (logits.float() * weights).sum() / logits.shape[-1]
-
-
-def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
-    model.zero_grad(set_to_none=True)
-    loss.backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def worst(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> tuple[float, str]:
-    """The largest relative difference of a gradient, norm over norm, and whose it is."""
-    assert got.keys() == want.keys(), f"other parameters have gradients: {sorted(got.keys() ^ want.keys())}"
-    return max(
-        (float((got[name] - want[name]).norm() / want[name].norm().clamp(min=1e-12)), name)
-        for name in want
-        if want[name].norm() > 1e-10 or got[name].norm() > 1e-10
-    )
+def _chose(native: Tensor, ids: Tensor) -> bool:
+    """Whether a selection returned known ids [T, k] as its first k columns, or one column of them."""
+    rows, k = native.shape
+    if not ids.numel() or ids.numel() % rows:
+        return False
+    layouts = [ids.reshape(rows, -1)]
+    if ids.dim() >= 2:
+        layouts += [ids.movedim(dim, -1).reshape(rows, -1) for dim in range(ids.dim() - 1)]
+    for flat in layouts:
+        if flat.shape[1] == 1 and any(torch.equal(flat[:, 0].long(), native[:, c].long()) for c in range(k)):
+            return True
+        if flat.shape[1] >= k and torch.equal(flat[:, :k].long(), native.long()):
+            return True
+    return False
