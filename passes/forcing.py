@@ -142,11 +142,13 @@ class _Plan:
         self.members = {selection.node for selection, _ in site.choices}
         self.roots = set(site.roots)
         self._hidden: dict[fx.Node, bool] = {}
-        self.between = self._behind([s.scores for s, _ in site.choices if s.scores is not None])
+        # All that a selection reads: an in-place change of a view of the scores is one more input of it.
+        self.between = self._behind([n for member in self.members for n in flow.inputs(member)])
         self.local = self._router_only()
         self.decided = {n for n in self.between if self._decides(n)}
-        self.tainted = self._forward(self.decided, self.members)
         self.ids = self._integers([i for s, _ in site.choices for i in s.ids])
+        picks = {n for i in self.ids for n in flow.users(i) if self._at_ids(n)}
+        self.tainted = self._forward(self.decided, self.members | picks)
 
     def make(self) -> Forcing:
         home = {s.node.graph for s, _ in self.site.choices}
@@ -433,10 +435,11 @@ class _Plan:
                 if user not in down and user.op != "output" and self.flow.order[user] <= last:
                     down.add(user)
                     stack.append(user)
+        tokens = {n for root in self.roots for n in self.flow.inputs(root)}
         found, stack = set(starts), list(starts)
         while stack:
             top = stack.pop()
-            if top in self.roots or (spelling(top) in CONTRACTIONS and top not in down):
+            if top in self.roots or top in tokens or (spelling(top) in CONTRACTIONS and top not in down):
                 continue
             for source in self.flow.inputs(top):
                 if source not in found and source not in self.members and self.flow.kind(source) == "data":
@@ -461,7 +464,7 @@ class _Plan:
         found, stack = set(starts), list(starts)
         while stack:
             for user in self.flow.users(stack.pop()):
-                if user not in found and user not in stop and user in self.local:
+                if user not in found and user not in stop and (user in self.local or user in self.between):
                     found.add(user)
                     stack.append(user)
         return found

@@ -78,7 +78,8 @@ def force(
     top_k = max(site.top_k for site in sites)
     with mode:
         ids = torch.empty((len(places), _size(sites[0]), top_k), dtype=torch.int32, device=device)
-    copy, added = _copy(module, plans, places, ids, {})
+    with torch.no_grad():  # else what is traced here is saved for a backward, in the checkpointed region that compiles
+        copy, added = _copy(module, plans, places, ids, {})
     _settle(copy)
     unforced = tuple("" if site.fixed or site in plans else str(found[site]) for site, _ in places)
     return Forced(copy, tuple(_occurrences(places)), unforced, added, counts.pop(), top_k)

@@ -73,9 +73,13 @@ class Replays:
         lock: held while the state changes; calls of graphs only read.
         forwards: replayed forwards of each layer.
         fallback: rows of each layer that were bad and went to the live router.
+        marks: by weight, forwards that may yet be recomputed. Grad mode tells graphs apart, so these stand here.
+        last: by weight, whether its last forward was replayed.
     """
 
     def __init__(self) -> None:
+        self.marks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self.last: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self.lock = threading.RLock()
         self.forwards: Counter[int] = Counter()
         self.fallback: Counter[int] = Counter()
@@ -204,7 +208,7 @@ class Replay:
             raise RefusedConfiguration(
                 "replay: which layer a compiled graph serves is found by its weights, and the model that these "
                 "belong to is not known: it "
-                "was compiled in parts. Name it: backend.replay(routes, model=model)."
+                "was compiled in parts, or shares the code of another one. Name it: backend.replay(routes, model=model)."
             )
         binding = layers_of(self.model)
         if not any(map(binding.owns, weights)):
@@ -310,8 +314,6 @@ class ForcedGraph:
         self.device = device
         self._tokens = _token_counter(module, made.tokens)
         self.placed: dict[tuple[int, Place], None] = {}
-        self._marks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # by weight: forwards that may be recomputed
-        self._last: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # by weight: was its last forward replayed
 
     def __call__(self, *args: Any) -> Any:
         replay = self.replays.active
@@ -335,9 +337,10 @@ class ForcedGraph:
         else:
             results = self.live(*args)
         if not recomputes:
-            self._last[weights[0]] = replay is not None
+            self.replays.last[weights[0]] = replay is not None
         if hooked or replay is not None:
-            self._watch(results, weights[0], number if hooked else None, recomputes)
+            mark = _Mark(number, replay.given if replay is not None else None) if hooked else None
+            self._watch(results, weights[0], mark, recomputes)
         return results
 
     def _force(
@@ -364,29 +367,28 @@ class ForcedGraph:
     # ---- recomputation ------------------------------------------------------------------------------------------
     def _expect(self, weight: Tensor, number: int, hooked: bool, replayed: bool) -> None:
         """Raises if a recomputation in the backward takes other routes than every forward that may need one."""
-        marks = {mark.number for mark in self._marks.get(weight, ())}
+        marks = {mark.number for mark in self.replays.marks.get(weight, ())}
         if (hooked and marks and number not in marks) or (
-            not hooked and not marks and replayed != self._last.get(weight, replayed)
+            not hooked and not marks and replayed != self.replays.last.get(weight, replayed)
         ):
             raise _other_routes(replayed)
 
-    def _watch(self, results: Any, weight: Tensor, number: int | None, recomputes: bool) -> None:
+    def _watch(self, results: Any, weight: Tensor, mark: _Mark | None, recomputes: bool) -> None:
         """See this forward's backward; in a checkpointed region, compare the routes of its recomputation with these.
 
         Args:
-            number: of the routes; None outside of checkpointed regions.
+            mark: None outside of checkpointed regions.
         """
         leaves = results if isinstance(results, tuple | list) else ()
         nodes = {id(t.grad_fn): t.grad_fn for t in leaves if isinstance(t, Tensor) and t.grad_fn is not None}
-        mark = _Mark(number) if number is not None else None
         saved = None
         if mark is not None:
             anchor = torch.zeros(1, requires_grad=True)
             saved = _Saved.apply(anchor, torch.tensor([mark.number])).grad_fn  # type: ignore[no-untyped-call]
             if not recomputes:
-                marks = self._marks.get(weight)
+                marks = self.replays.marks.get(weight)
                 if marks is None:
-                    marks = self._marks[weight] = weakref.WeakSet()
+                    marks = self.replays.marks[weight] = weakref.WeakSet()
                 marks.add(mark)
         replays = self.replays
 
@@ -413,10 +415,11 @@ _NUMBERS = itertools.count(1)
 class _Mark:
     """Which routes a forward took; lives as long as the graph that autograd made of it."""
 
-    __slots__ = ("__weakref__", "number")
+    __slots__ = ("__weakref__", "given", "number")
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, given: Given | None) -> None:
         self.number = number
+        self.given = given  # kept, so that equal routes get the same number as long as this forward may be recomputed
 
 
 class _Saved(torch.autograd.Function):
