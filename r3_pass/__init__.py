@@ -1,7 +1,10 @@
-"""Record the expert routing of any MoE model as a compiler pass of torch.compile.
+"""Record and replay the expert routing of any MoE model as a compiler pass of torch.compile.
 
 compiled = torch.compile(model, backend=r3_pass.backend())
 session = r3_pass.runtime.attach(engine)                       # or attach(compiled, num_slots=...)
+
+backend = r3_pass.backend(mode="replay")                       # in the trainer
+with backend.replay(routes): ...                               # around forward and backward
 """
 
 from r3_pass import passes, registry, routes, runtime, verify

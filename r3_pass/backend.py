@@ -2,8 +2,9 @@
 
     compiled = torch.compile(model, backend=r3_pass.backend())          # or backend="r3_pass"
 
-Each graph that routes is compiled twice, as it is and with the record op, inside the backend's call (guards that come later are
-lost). A call without a session, or outside a step, runs the first; a call inside a step the second, with the session's tensors.
+Each graph that routes is compiled as it is, and once for each thing that it may be asked for (with the record op; taking given
+routes), all inside the backend's call: guards that come later are lost. Which of them runs is chosen at the call: live without a
+session and outside of a replay.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ class RefusedGraph:
 
 
 class Backend:
-    """A torch.compile backend that records expert routing; see `r3_pass.backend`."""
+    """A torch.compile backend that records and replays expert routing; see `r3_pass.backend`."""
 
     def __init__(self, inner: Inner, mode: Mode) -> None:
         self.inner = inner

@@ -103,16 +103,18 @@ def forced(routers: Mapping[nn.Module, Tensor], routing: Routing) -> Iterator[Fo
 
     def begin(module: nn.Module, args: Any) -> None:
         mode.begin(module, routers[module])
+        # By module: a recomputation in the backward runs outside of modes that were entered before.
+        mode.__enter__()  # type: ignore[no-untyped-call]
 
     def end(module: nn.Module, args: Any, result: Any) -> None:
+        mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         mode.end()
 
     with contextlib.ExitStack() as stack:
         for module in routers:
             stack.callback(module.register_forward_pre_hook(begin).remove)
-            stack.callback(module.register_forward_hook(end).remove)
+            stack.callback(module.register_forward_hook(end, always_call=True).remove)
         stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(mode)
         yield mode
 
 

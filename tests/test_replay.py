@@ -485,3 +485,37 @@ def test_one_context_is_entered_again_for_its_backward() -> None:
     with replay:
         got = gradients(model, loss)
     check((loss.detach(), got), oracle(model, ids, routes))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
+def test_on_a_gpu(inner: str, where: str) -> None:
+    """Routes that come from the host or lie on the device; checkpointing outside of the graphs recomputes in autograd's thread."""
+    model, ids, routes = make().cuda(), prompt(T).cuda(), routes_for().to(where)
+    backend = r3_pass.backend(inner, mode="replay")
+    want = oracle(model, ids, routes.cuda())
+    compiled = torch.compile(model, backend=backend)
+    check(replayed(backend, lambda: compiled(ids), model, routes), want)
+    for block in model.layers:
+        block.compile(backend=backend)
+
+    def forward() -> Tensor:
+        x = model.embed(ids)
+        for block in model.layers:
+            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+        return model.head(x)
+
+    check(replayed(backend, forward, model, routes, model=model), want)
+    with backend.replay(routes, model=model):
+        loss = loss_of(forward())
+    with pytest.raises(r3_pass.RefusedConfiguration, match="live, and its forward was replayed"):
+        loss.backward()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_self_tests_on_a_gpu(inner: str) -> None:
+    model, backend = make().cuda(), r3_pass.backend(inner, mode="both")
+    found = r3_pass.verify.self_test(torch.compile(model, backend=backend), backend, prompt(9).cuda())
+    assert found.ok, str(found)

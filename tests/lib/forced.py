@@ -20,7 +20,7 @@ def random_ids(tokens: int, experts: int, k: int, seed: int = 0, live: float = 0
 def loss_of(output: Any) -> Tensor:
     """A scalar that depends on every element of the first tensor of an output."""
     logits = output if isinstance(output, Tensor) else output[0]
-    weights = torch.linspace(-1, 1, logits.numel(), dtype=torch.float32).sin().reshape(logits.shape)
+    weights = torch.linspace(-1, 1, logits.numel(), device=logits.device).sin().reshape(logits.shape)
     return (logits.float() * weights).sum() / logits.shape[-1]
 
 
