@@ -154,6 +154,10 @@ class Backend:
             record.found = Match((), (*found.rejected, *more))
             plain = compile_with(self.inner, module, example_inputs, options)
             return RefusedGraph(plain, [*refused, *more], module, self.replays)
+        for occurrence, why in zip(made.occurrences, made.unforced, strict=True):
+            if why:
+                site = occurrence.site
+                record.refusals[f"{site.module or 'a graph'} ({site.form}) cannot take given routes: {why}"] = None
         forced = compile_with(self.inner, made.module, [*example_inputs, value(made.added)], options)
         if self.mode == "both":
             live = self._compile_recording(module, example_inputs, found, refused, record, options)

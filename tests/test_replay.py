@@ -164,6 +164,21 @@ def test_gradients_accumulate_over_micro_batches() -> None:
     assert worst(got, total)[0] < 1e-5
 
 
+def test_old_log_probabilities_and_loss_in_one_context() -> None:
+    """Two forwards inside, one without gradients, which is another graph."""
+    model, ids, routes = make(), prompt(T), routes_for()
+    backend = r3_pass.backend("aot_eager", mode="replay")
+    compiled = torch.compile(model, backend=backend)
+    with backend.replay(routes):
+        with torch.no_grad():
+            old = loss_of(compiled(ids))
+        loss = loss_of(compiled(ids))
+        got = gradients(model, loss)
+    check((loss.detach(), got), oracle(model, ids, routes))
+    torch.testing.assert_close(old, loss.detach())
+    assert backend.report().replayed == {1: 2, 2: 2}
+
+
 def test_bfloat16() -> None:
     model, ids, routes = make().bfloat16(), prompt(T), routes_for()
     backend = r3_pass.backend("aot_eager", mode="replay")

@@ -73,6 +73,57 @@ def architecture(name: str, checkpoint: bool = False) -> None:
     same((replayed, got), (loss, want))
 
 
+def test_auxiliary_loss_stays_live() -> None:
+    """TRL's default for MoE: a second top-k for each layer, of the same logits, whose choice is only counted."""
+    built = build("qwen3_moe")
+    model, inputs = built.model, built.inputs[0]
+    inputs = {**inputs, "labels": inputs["input_ids"], "output_router_logits": True}
+    model.config.router_aux_loss_coef = model.router_aux_loss_coef = 0.5
+    tokens, spec = inputs["input_ids"].numel(), built.architecture
+    routers = dict(zip(spec.sparse, built.routers.values(), strict=True))
+    given = {layer: random_ids(tokens, spec.experts, spec.top_k, seed=layer) for layer in spec.sparse}
+    with forced({routers[layer]: ids for layer, ids in given.items()}, lambda *_: True):
+        output = model(**inputs)
+        want = gradients(model, output.loss)
+    assert output.aux_loss > 0
+    backend = r3_pass.backend("aot_eager", mode="replay")
+    compiled = torch.compile(model, backend=backend)
+    with backend.replay(routes(given, tokens, len(built.decoder_layers))):
+        replayed = compiled(**inputs)
+        got = gradients(model, replayed.loss)
+    torch.testing.assert_close(replayed.aux_loss, output.aux_loss)
+    same((replayed.loss, got), (output.loss, want))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiled", ["model", "layers", "mlps"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v2"])
+def test_gradient_checkpointing_of_transformers(name: str, compiled: str) -> None:
+    """Inside of one graph, and outside of the blocks' graphs, which the backward calls again."""
+    built = build(name)
+    spec, model, inputs = built.architecture, built.model, built.inputs[0]
+    model.train()
+    tokens, blocks = inputs["input_ids"].numel(), built.decoder_layers
+    routers = dict(zip(spec.sparse, built.routers.values(), strict=True))
+    given = {layer: random_ids(tokens, spec.experts, spec.top_k, seed=layer) for layer in spec.sparse}
+    with forced(
+        {routers[layer]: ids for layer, ids in given.items()},
+        lambda module, number, scores, ids: scores.shape[-1] == spec.experts and ids.shape[-1] == spec.top_k,
+    ):
+        loss = loss_of(model(**inputs))
+        want = gradients(model, loss)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    backend = r3_pass.backend("aot_eager", mode="replay")
+    call: Any = torch.compile(model, backend=backend) if compiled == "model" else model
+    for block in blocks if compiled != "model" else []:
+        (block if compiled == "layers" else block.mlp).compile(backend=backend)
+
+    with backend.replay(routes(given, tokens, len(blocks)), model=model):
+        replayed = loss_of(call(**inputs))
+        got = gradients(model, replayed)
+    same((replayed, got), (loss, want))
+
+
 # ---- hand-written ----------------------------------------------------------------------------------------------------
 CASES = {name: case for cases in (ROUTERS, MORE_ROUTERS, DISPATCHES) for name, case in cases.items()}
 HAND_OFTEN = [
