@@ -168,6 +168,7 @@ class Backend:
         graph = ForcedGraph(self.replays, live, forced, made, module, _texts(refused), device)
         if self.mode == "replay":
             record.placed = graph.placed
+        graph.placed = record.placed
         return graph
 
     def _compile_recording(

@@ -101,8 +101,9 @@ class BufferLayoutError(R3Error):
 class InvalidRoutes(R3Error):
     """Routes that were given to replay cannot be those of this forward.
 
-        Layer 3: row 17 has expert 64 twice, [64, 64]. A router chooses different experts; ...
+        layer 3 (routes[..., 3, :]): row 17 has an expert twice: [64, 64]; 1 of 96 rows are bad. No router chose that: look at where
+        the rows come from (padding is -1), or pass on_bad_row='live' to leave such rows to the live router.
 
-    Raised by `backend.replay(routes)`, by the forward inside it, and when it ends. What to do: look at where the rows come from:
-    an empty capture, another tokenisation, shifted or padded rows. `on_bad_row="live"` leaves single bad rows to the live router.
+    Raised by `backend.replay(routes)`, by the forward inside it, and by the helpers of `r3_pass.routes`. What to do: look at where
+    the rows come from; an empty capture, another tokenisation, shifted or padded rows.
     """

@@ -189,25 +189,26 @@ def test_bfloat16() -> None:
 
 
 # ---- data in ---------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    "given",
-    [
-        lambda r: r.numpy().astype(np.int8),
-        lambda r: r.to(torch.int16),
-        lambda r: r.to(torch.int32),
-        lambda r: r,
-        lambda r: r.numpy(),
-        lambda r: r[:, 1:],  # MoE layers only
-        lambda r: r[None],  # padded, one row a token
-        lambda r: torch.cat([r, torch.full_like(r[..., :1], -1)], -1),  # more columns than top-k
-        lambda r: r.flip(0).flip(0).transpose(0, 1).contiguous().transpose(0, 1),  # strided
-    ],
-)
-def test_accepted_layouts(given: Callable[[Tensor], Any]) -> None:
+LAYOUTS: list[Callable[[Tensor], Any]] = [
+    lambda r: r.numpy().astype(np.int8),
+    lambda r: r.to(torch.int16),
+    lambda r: r.to(torch.int32),
+    lambda r: r,
+    lambda r: r.numpy(),
+    lambda r: r[:, 1:],  # MoE layers only
+    lambda r: r[None],  # padded, one row a token
+    lambda r: torch.cat([r, torch.full_like(r[..., :1], -1)], -1),  # more columns than top-k
+    lambda r: r.flip(0).flip(0).transpose(0, 1).contiguous().transpose(0, 1),  # strided
+]
+
+
+def test_accepted_layouts() -> None:
     model, ids, routes = make(), prompt(T), routes_for()
     backend = r3_pass.backend("aot_eager", mode="replay")
     compiled = torch.compile(model, backend=backend)
-    check(replayed(backend, lambda: compiled(ids), model, given(routes)), oracle(model, ids, routes))
+    want = oracle(model, ids, routes)
+    for given in LAYOUTS:
+        check(replayed(backend, lambda: compiled(ids), model, given(routes)), want)
 
 
 def test_unsigned_ids_of_all_tokens() -> None:
@@ -264,35 +265,35 @@ def constant(value: list[int]) -> Callable[[], Tensor]:
     return make_routes
 
 
-@pytest.mark.parametrize(
-    ("routes", "reason"),
-    [
-        (changed(r3_1=[0, 8]), r"layer 1 .* row 3 has an expert that does not exist \(there are 8\)"),
-        (changed(r3_1=[5, 5]), "row 3 has an expert twice"),
-        (changed(r0_2=[-1, 4]), "-1 before an expert"),
-        (changed(r0_2=[4, -2]), "below -1"),
-        (changed(r0_2=[4, -1]), "other than 2 experts"),
-        (constant([0, 1]), "empty capture"),
-        (lambda: torch.zeros(T, 3, 2, dtype=torch.long), "layer 0 has no experts"),
-        (changed(r2_0=[1, 2]), "layer 0 has no experts .*the layers are shifted"),
-        (lambda: changed()()[:, :1], "1 layers; the model has 3 decoder layers, of which 2 route"),
-        (lambda: torch.cat([changed()(), changed()()], 1), "6 layers"),
-        (lambda: changed()()[:5], "7 tokens, the routes have 5 rows"),
-        (lambda: torch.cat([changed()(), changed()()]), "7 tokens, the routes have 14 rows"),
-        (lambda: changed()()[..., :1], "chooses 2 experts for a token, the routes have 1 columns"),
-        (lambda: changed()().float(), "integers"),
-        (lambda: changed()() > 0, "integers"),
-        (lambda: changed()()[0], "shape"),
-    ],
-)
-def test_routes_that_cannot_be_right(routes: Callable[[], Tensor], reason: str) -> None:
+LIES: list[tuple[Callable[[], Tensor], str]] = [
+    (changed(r3_1=[0, 8]), r"layer 1 .* row 3 has an expert that does not exist \(there are 8\)"),
+    (changed(r3_1=[5, 5]), "row 3 has an expert twice"),
+    (changed(r0_2=[-1, 4]), "-1 before an expert"),
+    (changed(r0_2=[4, -2]), "below -1"),
+    (changed(r0_2=[4, -1]), "other than 2 experts"),
+    (constant([0, 1]), "empty capture"),
+    (lambda: torch.zeros(T, 3, 2, dtype=torch.long), "layer 0 has no experts"),
+    (changed(r2_0=[1, 2]), "layer 0 has no experts .*the layers are shifted"),
+    (lambda: changed()()[:, :1], "1 layers; the model has 3 decoder layers, of which 2 route"),
+    (lambda: torch.cat([changed()(), changed()()], 1), "6 layers"),
+    (lambda: changed()()[:5], "7 tokens, the routes have 5 rows"),
+    (lambda: torch.cat([changed()(), changed()()]), "7 tokens, the routes have 14 rows"),
+    (lambda: changed()()[..., :1], "chooses 2 experts for a token, the routes have 1 columns"),
+    (lambda: changed()().float(), "integers"),
+    (lambda: changed()() > 0, "integers"),
+    (lambda: changed()()[0], "shape"),
+]
+
+
+def test_routes_that_cannot_be_right() -> None:
     model, ids = make(), prompt(T)
     backend = r3_pass.backend("aot_eager", mode="replay")
     compiled = torch.compile(model, backend=backend)
     before = loss_of(compiled(ids)).detach()
-    with pytest.raises(r3_pass.InvalidRoutes, match=reason), backend.replay(routes()):
-        compiled(ids)
-    assert torch.equal(loss_of(compiled(ids)).detach(), before), "nothing of it stays"
+    for routes, reason in LIES:
+        with pytest.raises(r3_pass.InvalidRoutes, match=reason), backend.replay(routes()):
+            compiled(ids)
+        assert torch.equal(loss_of(compiled(ids)).detach(), before), "nothing of it stays"
 
 
 def test_bad_rows_may_go_to_the_live_router() -> None:
@@ -315,6 +316,29 @@ def test_a_batch_that_routes_alike_by_chance_is_no_empty_capture() -> None:
     backend = r3_pass.backend("aot_eager", mode="replay")
     compiled = torch.compile(model, backend=backend)
     check(replayed(backend, lambda: compiled(ids), model, routes), oracle(model, ids, routes))
+
+
+class MaskedSoftmax(Moe):
+    """Softmax over the experts of the kept groups alone: what another expert would score is in no graph."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        logits = self.gate(flat)
+        best = logits.view(-1, 4, 2).amax(-1).topk(2, dim=-1)[1]
+        kept = torch.zeros(len(flat), 4).scatter(1, best, 1.0).bool().repeat_interleave(2, 1)
+        weights, ids = logits.masked_fill(~kept, -torch.inf).softmax(-1).topk(self.top_k)
+        hidden = torch.relu(torch.einsum("td,tkfd->tkf", flat, self.up[ids]))
+        return torch.einsum("tkf,tkdf,tk->td", hidden, self.down[ids], weights).view(x.shape)
+
+
+def test_a_layer_that_cannot_be_forced() -> None:
+    model, ids = make(moe=lambda k: MaskedSoftmax(top_k=k)), prompt(T)
+    backend = r3_pass.backend("aot_eager", mode="replay")
+    compiled = torch.compile(model, backend=backend)
+    compiled(ids)
+    assert "layers.1.mlp (softmax_grouped_topk) cannot take given routes" in str(backend.report())
+    with pytest.raises(r3_pass.PartialCapture, match=r"layer 1 .* pass softmax"), backend.replay(routes_for()):
+        compiled(ids)
 
 
 # ---- forwards that were not replayed ---------------------------------------------------------------------------------
