@@ -496,6 +496,32 @@ def test_live_training_stays_possible() -> None:
     assert worst(it.gradients(), want)[0] < 1e-6
 
 
+def test_a_graph_with_several_outputs_under_checkpointing() -> None:
+    """Each output has a node of its own, and each of them asked for the mark that the recomputation left."""
+
+    class Split(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = make().layers
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            for block in self.layers:
+                x = block(x)
+            return x, x[..., :4]
+
+    torch.manual_seed(0)
+    model, routes = Split(), routes_for()
+    backend = r3_pass.backend("aot_eager", mode="replay")
+    compiled = torch.compile(model, backend=backend)
+    x = torch.randn(1, T, 16, requires_grad=True)
+    found = []
+    for call in (compiled, lambda x: torch.utils.checkpoint.checkpoint(compiled, x, use_reentrant=False)):
+        with backend.replay(routes):
+            whole, part = call(x)
+            found.append(gradients(model, loss_of(whole) + loss_of(part * 2)))
+    assert worst(*found)[0] == 0
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_interleaved_pipeline_schedule(reentrant: bool) -> None:
     """Two micro-batches in flight: forward, forward, backward, backward, each inside of its own routes."""
