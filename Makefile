@@ -8,12 +8,13 @@ WORKERS ?= 2
 TORCH_VERSIONS ?= 2.11.0 newest
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all check test-versions wheel clean
+.PHONY: help venv demo test test-all architectures check test-versions wheel clean
 
 help:
 	@echo 'make demo           record the routing of a small Qwen3-MoE, served by continuous batching'
 	@echo 'make test           the test suite'
 	@echo 'make test-all       the same, and every architecture in every way of compiling it (half an hour more)'
+	@echo 'make architectures  record every architecture and router, and write docs/architectures.md (a quarter of an hour)'
 	@echo 'make check          formatting, lints and types'
 	@echo 'make test-versions  the core tests on each torch of TORCH_VERSIONS ($(TORCH_VERSIONS))'
 	@echo 'make wheel          dist/: an sdist, and the wheel built from it'
@@ -38,6 +39,9 @@ test: venv
 
 test-all: venv
 	$(BIN)/python -m pytest -n $(WORKERS)
+
+architectures: venv
+	$(BIN)/python tests/lib/all_architectures.py --routers --write docs/architectures.md
 
 check: venv
 	$(BIN)/ruff format --check .

@@ -16,11 +16,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from r3_pass.passes.ops import ERROR_SLOT, ERROR_TOKENS, HEADER, STATE_CALLS, STATE_ERRORS
+from r3_pass.passes.ops import (
+    ERROR_SLOT,
+    ERROR_TOKENS,
+    HEADER,
+    HEADER_EXPORT,
+    HEADER_ROWS,
+    HEADER_TOKENS,
+    STATE_CALLS,
+    STATE_ERRORS,
+    rows_offset,
+)
 
 _KEPT_TABLES = 64
 
 _HEADER = tl.constexpr(HEADER)
+_TOKENS = tl.constexpr(HEADER_TOKENS)
+_EXPORT = tl.constexpr(HEADER_EXPORT)
+_ROWS = tl.constexpr(HEADER_ROWS)
 _ERRORS = tl.constexpr(STATE_ERRORS)
 _CALLS = tl.constexpr(STATE_CALLS)
 _WRONG_TOKENS = tl.constexpr(ERROR_TOKENS)
@@ -29,17 +42,20 @@ _WRONG_SLOT = tl.constexpr(ERROR_SLOT)
 
 @triton.jit
 def record_kernel(  # type: ignore[no-untyped-def]
-    table, buffer, state, slots, columns, tokens, num_slots, stored, top_k,
+    table, buffer, state, slots, columns, tokens, num_slots, stored, top_k, offset,
     WIDE: tl.constexpr, BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program writes BLOCK tokens of one site. table: int64 [N, 3] of address, row stride in ids, k."""
+    """One program writes BLOCK tokens of one site. table: int64 [N, 3] of address, row stride in ids, k; offset: `rows_offset`."""
     site = tl.program_id(1)
     column = tl.load(columns + site)
-    expected = tl.load(slots)
+    expected = tl.load(slots + _TOKENS)
+    export = tl.load(slots + _EXPORT)
+    if export > 0:
+        state = export.to(tl.pointer_type(tl.int32))
     first = tl.program_id(0) == 0
     if expected != tokens:
         if first & (site == 0) & (expected >= 0):
-            tl.atomic_or(state + _ERRORS, _WRONG_TOKENS)
+            tl.atomic_or(state + _ERRORS, _WRONG_TOKENS, scope="sys")
     else:
         token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         inside = token < tokens
@@ -48,7 +64,7 @@ def record_kernel(  # type: ignore[no-untyped-def]
         if site == 0:
             found = tl.max(wrong.to(tl.int32), 0)
             if found > 0:
-                tl.atomic_or(state + _ERRORS, _WRONG_SLOT)
+                tl.atomic_or(state + _ERRORS, _WRONG_SLOT, scope="sys")
         if column >= 0:
             address = tl.load(table + site * 3)
             stride = tl.load(table + site * 3 + 1)
@@ -63,8 +79,13 @@ def record_kernel(  # type: ignore[no-untyped-def]
                 ids = tl.load(address.to(tl.pointer_type(tl.int32)) + offsets, mask=mask, other=-1).to(tl.int16)
             target = buffer + row[:, None] * (stored * top_k) + column * top_k + k[None, :]
             tl.store(target, ids, mask=inside[:, None] & (k < top_k)[None, :])
+            if export > 0:
+                kept = (slot >= 0) & (token < tl.load(slots + _ROWS))
+                rows = (export + offset).to(tl.pointer_type(tl.int16))
+                place = rows + token.to(tl.int64)[:, None] * (stored * top_k) + column * top_k + k[None, :]
+                tl.store(place, ids, mask=kept[:, None] & (k < top_k)[None, :])
             if first:
-                tl.atomic_add(state + _CALLS + column, 1)
+                tl.atomic_add(state + _CALLS + column, 1, scope="sys")
 
 
 class PointerTables:
@@ -151,5 +172,5 @@ def record(buffer: Tensor, state: Tensor, slots: Tensor, columns: Tensor, ids: S
     block = max(1, min(triton.next_power_of_2(tokens), 1024 // k_block))
     record_kernel[(triton.cdiv(tokens, block), len(ids))](
         table, buffer, state, slots, columns, tokens, buffer.shape[0] - 1, buffer.shape[1], top_k,
-        WIDE=wide, BLOCK=block, K_BLOCK=k_block,
+        rows_offset(buffer.shape[1]), WIDE=wide, BLOCK=block, K_BLOCK=k_block,
     )  # fmt: skip

@@ -132,10 +132,6 @@ def _decide(flow: DataFlow, form: RoutingForm, selection: Selection, broken: boo
     gate = tuple(dict.fromkeys(w for root in trace.roots for w in root.weights))
     if not trace.roots:
         return trace, _reject(node, trace.why_not, trace.over_tokens and _experts_choose(flow, selection))
-    if gate and all(map(_is_cache, gate)):
-        return trace, _reject(
-            node, "the scores are a product with a buffer (a cache or a memory), not with a parameter", gate=gate
-        )
     if all(isinstance(r.width, int) and r.width < experts for r in trace.roots) and len(trace.roots) == 1:
         return trace, _reject(
             node, f"it runs over {experts} values, the linear behind it has {trace.roots[0].width} outputs", gate=gate
@@ -146,6 +142,10 @@ def _decide(flow: DataFlow, form: RoutingForm, selection: Selection, broken: boo
     if not proved and not (broken and dispatch.escapes):
         return trace, _reject(
             node, "its ids choose no parameters: " + ("; ".join(dispatch.fates) or "they are never used"), gate=gate
+        )
+    if not proved and gate and all(map(_is_cache, gate)):
+        return trace, _reject(
+            node, "the scores are a product with a buffer (a cache or a memory), not with a parameter", gate=gate
         )
     if trace.couples_tokens is not None and proved:
         why = f"the scores of one token depend on the other tokens of the batch ({trace.couples_tokens.name}: sinkhorn or the like)"
@@ -159,6 +159,8 @@ def _decide(flow: DataFlow, form: RoutingForm, selection: Selection, broken: boo
     if moved is not None:
         why = f"{spelling(moved)} ({moved.name}) moves tokens between the graph's inputs and the router"
         return trace, _reject(node, why + ": rows would be in another order than the slot mapping", True, gate)
+    if folded := _folded(dispatch, int(experts)):
+        return trace, _reject(node, f"its choices do not number the experts: {folded}", True, gate)
     if altered := _altered(dispatch, recorded):
         return trace, _reject(node, f"the ids that reach experts are not those that it chose: {altered}", True, gate)
     id_dim, top_k = _columns_of(selection, recorded)
@@ -185,6 +187,7 @@ def _decide(flow: DataFlow, form: RoutingForm, selection: Selection, broken: boo
         roots=tuple(root.node for root in trace.roots),
         fixed=form.fixed,
         no_replay=form.no_replay,
+        named=dispatch.named(int(experts)) if proved else int(experts),
     )
     return trace, site
 
@@ -277,6 +280,17 @@ def _altered(dispatch: Dispatch, recorded: fx.Node) -> str:
         before.add(step)
         step = dispatch.chain.get(step)
     return next((how for node, how in dispatch.mixed.items() if node in alive and node not in before), "")
+
+
+def _folded(dispatch: Dispatch, choices: int) -> str:
+    """How several choices become one expert (replicas, say): a division whose remainder is not used, or the other way about."""
+    parts = {spelling(n) for n in dispatch.used}
+    quotient, remainder = parts & {"floordiv", "div", "rshift"}, parts & {"mod", "and"}
+    held = {dims(w)[0] for w in dispatch.weights if len(dims(w)) >= 3}
+    if bool(quotient) == bool(remainder) or not held or max(held) >= choices:
+        return ""
+    (name, *_) = quotient or remainder
+    return f"{name} makes one of {max(held)} experts of each of {choices} choices"
 
 
 def _narrows(node: fx.Node) -> bool:
@@ -434,6 +448,7 @@ def _joined(found: list[Accepted]) -> Accepted:
         overwritten=any(site.overwritten for site in found),
         choices=tuple((selection, number) for number, site in enumerate(found) for selection, _ in site.choices),
         roots=first.roots,
+        named=first.named,
     )
 
 

@@ -13,13 +13,26 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-HEADER = 2
-"""Entries of the slot mapping before the first slot: tokens of the running step (-1 outside a step, in which nothing is
-written), and one that keeps the slots aligned."""
+HEADER = 4
+"""Entries of the slot mapping before the first slot; the last one keeps the slots aligned."""
+HEADER_TOKENS = 0
+"""Tokens of the running step; -1 outside a step, in which nothing is written."""
+HEADER_EXPORT = 1
+"""Address of page-locked host memory for what the host wants of this step, 0 or less for none. On a GPU the kernel writes
+there, and the host copies nothing: the state below, int32 [1 + M], in the place of `state` and cleared by the host, then,
+from the next multiple of 16 bytes on, rows int16 [rows, M, K]."""
+HEADER_ROWS = 2
+"""How many of the first tokens have a row there; those without a slot are left out."""
 STATE_ERRORS = 0
 """state[0]: what the device found wrong in the running step, a sum of the ERROR_ bits; cleared by the host."""
 STATE_CALLS = 1
 """state[1 + m]: how often stored layer m was written in the running step. The host expects once, and clears it."""
+
+
+def rows_offset(stored: int) -> int:
+    """Where the rows of `stored` layers begin behind an export's address, in bytes."""
+    return -(-(STATE_CALLS + stored) * 4 // 16) * 16
+
 
 ERROR_TOKENS = 1
 """A forward ran over another number of tokens than the slot mapping has."""
@@ -38,14 +51,14 @@ def record_reference(buffer: Tensor, state: Tensor, slots: Tensor, columns: Tens
     Args:
         buffer: int16 [S + 1, M, K], mutated; the last row takes what has no slot.
         state: int32 [1 + M], mutated: see STATE_ERRORS, STATE_CALLS.
-        slots: int64 [HEADER + max tokens]: the header, then a slot for each token; -1 marks padding.
+        slots: int64 [HEADER + max tokens]: the header, then a slot for each token; -1 marks padding. HEADER_EXPORT is for GPUs.
         columns: int64 [N], stored layer of each site; -1 for a site that is not stored.
         ids: N integer tensors [T, k], k <= K; columns past k are written as -1.
     """
     tokens = ids[0].shape[0]
     if tokens == 0:
         return
-    expected = int(slots[0])
+    expected = int(slots[HEADER_TOKENS])
     if expected != tokens:
         if expected >= 0:
             state[STATE_ERRORS] |= ERROR_TOKENS

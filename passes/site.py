@@ -25,6 +25,8 @@ class Accepted:
         layer: decoder layer as the module path tells it, from a frame that holds the whole block list; else None.
         proved: False if the ids leave the graph before they reach experts: the model's structure must confirm the site.
         selections: the selection operators, for reports.
+        named: how many of the E choices name an expert; less than E where the router's weight is padded. None if the graph does
+            not show it.
         overwritten: the graph changes the ids in place later; what the router chose must be kept before that.
         choices: every selection that makes the same choice (equal ones, too), and the first column of `columns` that it makes.
         roots: the products that the scores come from.
@@ -48,6 +50,7 @@ class Accepted:
     roots: tuple[fx.Node, ...] = ()
     fixed: bool = False
     no_replay: str = ""
+    named: int | None = None
 
     def __bool__(self) -> bool:
         return True

@@ -21,6 +21,7 @@ from r3_pass.errors import (
     UnsupportedEngine,
 )
 from r3_pass.explain import explain
+from r3_pass.version import __version__
 
 __all__ = [
     "BufferLayoutError",
@@ -32,6 +33,7 @@ __all__ = [
     "RefusedConfiguration",
     "StaleRoutes",
     "UnsupportedEngine",
+    "__version__",
     "backend",
     "explain",
     "passes",

@@ -70,8 +70,9 @@ class CompiledGraph:
         binding = find_binding(weights, self.served, self._strangers)
         if binding is None or not binding.recording or not weights:
             return self.plain(*args)
-        binding.refuse(self.refused)
         try:
+            binding.begin()
+            binding.refuse(self.refused)
             return self._record(binding, weights, args)
         except R3Error as error:
             binding.problems[str(error)] = None  # the step fails, also where an engine swallows this
@@ -89,7 +90,6 @@ class CompiledGraph:
                 "over devices, or was moved after attach. Attach when its weights are where they will run."
             )
         binding.before(placement)
-        binding.join_streams()
         results = self.recording(*args, binding.buffer, binding.state, binding.mapping, placement.columns)
         if self.tokens is None:
             binding.ran(placement, results[-1])

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from r3_pass import streams
 from r3_pass.errors import BufferLayoutError, RefusedConfiguration
-from r3_pass.passes.site import Rejected
+from r3_pass.passes.site import Accepted, Rejected
 from r3_pass.passes.witness import Witnesses
 from r3_pass.structure import Block, Structure, inspect, named_weights, numbered
 
@@ -95,9 +96,11 @@ class Binding:
         paused: how many pauses are open, in any thread: while there is one, graphs run without recording.
         num_layers: decoder layers as the user gave them; None if the structure tells.
         layers: stored layers in order; grows in the first step only.
+        routed: top-k and number of experts of each layer that was placed.
+        named: by layer, how many experts there are, where its router chooses among more (a padded weight): checked on the host.
         calls: how often each stored layer was written in the running step.
         captured: a CUDA graph holds the record op, so a step may run without the host seeing it.
-        entered_on, ran_on: CUDA streams of the running step, and of its forward once that has begun.
+        entered_on, ran_on: CUDA streams (handles) of the running step, and of its forward once that has begun.
     """
 
     def __init__(
@@ -124,12 +127,14 @@ class Binding:
         self.calls: list[int] = []
         self.captured = False
         self.capturing = False
-        self.entered_on: torch.cuda.Stream | None = None
-        self.ran_on: torch.cuda.Stream | None = None
+        self.begun = True
+        self.entered_on: streams.Raw | None = None
+        self.ran_on: streams.Raw | None = None
         self.problems: dict[str, None] = {}
         self.refused: dict[str, None] = {}
         self.modules: dict[int, str] = {}
-        self.experts: dict[int, int] = {}
+        self.routed: dict[int, tuple[int, int]] = {}
+        self.named: dict[int, int] = {}
         self.lock = threading.RLock()
         self._peers: dict[tuple[str, str], tuple[int, ...]] = {}
         self._lay_out = lay_out
@@ -223,6 +228,11 @@ class Binding:
         """The module of each stored layer."""
         return {layer: self.model.get_submodule(f"{self.container}.{layer}".strip(".")) for layer in self.layers}
 
+    def experts_shown(self) -> dict[int, int]:
+        """How many experts the modules of each stored layer show, where they show any."""
+        shown = {layer: self.structure.experts.get(Block(self.container or "", layer)) for layer in self.layers}
+        return {layer: evidence.count for layer, evidence in shown.items() if evidence is not None}
+
     def weights_replaced(self) -> bool:
         """Whether weights hang elsewhere than their marks say: replaced (`load_state_dict(assign=True)`), or moved in the model."""
         return not all(held.get(name) is thing for held, name, thing in self._links.values())
@@ -311,7 +321,8 @@ class Binding:
                     "one choice per token and layer. Two routed MLPs in a layer and layers that run twice cannot be recorded."
                 )
             found[index] = place.module
-            self.experts[index] = site.num_experts
+            self.routed[index] = site.top_k, site.num_experts
+            self._name_experts(index, place.block, site)
             wanted = max(wanted, site.top_k)
         self.modules.update(found)
         placed.update(dict.fromkeys(enumerate(places)))
@@ -329,6 +340,15 @@ class Binding:
             kernels.prepare(columns)
         problems = dict.fromkeys(p.problem for p in places if p.problem)
         return Placement(graph, weights, problems, tuple(n for n in numbers if n >= 0), columns)
+
+    def _name_experts(self, layer: int, block: Block, site: Accepted) -> None:
+        """Note how many ids of a layer name an expert, by the graph, else by the model's modules."""
+        evidence = self.structure.experts.get(block)
+        named = site.named
+        if named is None and evidence is not None and evidence.count < site.num_experts <= 2 * evidence.count:
+            named = evidence.count
+        if named is not None and named < site.num_experts:
+            self.named[layer] = named
 
     def _hangs_as_named(self, weight: Any) -> bool:
         """Whether a weight is the model's, and its marks say where."""
@@ -350,7 +370,7 @@ class Binding:
         module = name.rpartition(".")[0]
         candidates = _candidates([o.blocks for o in gate], [o.blocks for o in experts])
         if len(candidates) > 1:
-            candidates = frozenset(b for b in candidates if _names(site.module, b)) or candidates
+            candidates = frozenset(b for b in candidates if goes_through(site.module, b)) or candidates
         if not candidates and any(o.blocks for o in experts):
             chosen = ", ".join(sorted({str(b) for o in experts for b in o.blocks}))
             why = f"the ids of {module} choose experts of {chosen}: a row has room for a layer's own choice only"
@@ -468,14 +488,23 @@ class Binding:
                 "Give one slot for each token that is forwarded, -1 for padding."
             )
 
-    def join_streams(self) -> None:
-        """At a step's first graph: a forward on another stream than the step was entered on comes after the step's mapping."""
+    def begin(self) -> None:
+        """At a step's first graph: weights moved in the model are seen, and the forward comes after the step's mapping."""
+        if self.begun:
+            return
+        self.begun = True
+        if self.weights_replaced():
+            self.claim()
+        if self.device.type == "cuda":
+            self._join_streams()
+
+    def _join_streams(self) -> None:
+        """A forward on another stream than the step was entered on comes after the step's mapping."""
         entered, self.entered_on = self.entered_on, None
         if entered is None or torch.cuda.is_current_stream_capturing():
             return
-        self.ran_on = torch.cuda.current_stream(self.device)
-        if self.ran_on != entered:
-            self.ran_on.wait_stream(entered)
+        self.ran_on = streams.current(self.device)
+        streams.order(self.ran_on, entered, self.device)
 
     def settle(self) -> None:
         """After a CUDA graph was captured: replays on the current stream come after what its record ops were given to read."""
@@ -509,7 +538,7 @@ def _candidates(gates: Sequence[frozenset[Block]], experts: Sequence[frozenset[B
     return found & held if found else held
 
 
-def _names(path: str, block: Block) -> bool:
+def goes_through(path: str, block: Block) -> bool:
     """Whether a module path, relative to the compiled frame, goes through the block: `layers.2.mlp` through `model.layers.2`."""
     parts = path.split(".")
     starts = (".".join(parts[: n + 1]) for n, part in enumerate(parts) if part.isdigit())

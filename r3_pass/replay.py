@@ -251,7 +251,7 @@ class Replay:
                 name = binding.modules.get(layer, site.module)
                 raise PartialCapture(f"replay: layer {layer} ({name}, {site.form}) cannot take given routes: {why}.")
             column = self._column(binding, layer)
-            given.check(column, layer, site.num_experts, site.top_k)
+            given.check(column, layer, binding.named.get(layer, site.num_experts), site.top_k)
             columns.append(column)
         laid = given.laid(tokens, graph.device)
         width = graph.top_k

@@ -1,11 +1,11 @@
-"""Rows of routed experts on their way from rollouts to a forward: padded, packed, split over ranks, stitched from turns.
+"""Rows of routed experts on their way from rollouts to a forward: padded, packed, split over ranks.
 
     rows = [output.routed_experts for output in outputs]             # int16 [seq_len - 1, layers, top_k] each
     with backend.replay(r3_pass.routes.pad(rows, input_ids.shape[1], side="right")):
         ...
 
 All take and return numpy arrays of the rows' own dtype (-1 needs a signed one); -1 is a row for the live router. Rows are never
-shifted: row t stays the token at position t.
+shifted: row t stays the token at position t. Turns of a conversation become one sequence with `r3_pass.stitch`.
 """
 
 from __future__ import annotations
@@ -108,33 +108,6 @@ def split(
     cut = np.split(array, parts, axis)
     taken = [cut[rank]] if order == "contiguous" else [cut[rank], cut[parts - 1 - rank]]
     return np.concatenate(taken, axis)
-
-
-def stitch(turns: Sequence[tuple[int, Any]], length: int) -> Rows:
-    """Rows [length, L, K] of a conversation from those of its turns.
-
-    Each turn was a request of its own over the tokens so far, so that later turns have rows for earlier tokens, too; the
-    earliest turn that has a row for a token wins, since that is the forward that its successor was sampled from. Boundaries
-    (the last token of a turn, tokens that a tool added) are -1 where no turn has a row.
-
-    Args:
-        turns: (position of the turn's first row, rows [n, L, K]), in order.
-        length: tokens of the conversation.
-
-    Raises: InvalidRoutes if a turn lies outside of it.
-    """
-    arrays = _arrays([rows for _, rows in turns])
-    whole = np.full((length, *arrays[0].shape[1:]), -1, arrays[0].dtype)
-    written = np.zeros(length, bool)
-    for number, ((start, _), array) in enumerate(zip(turns, arrays, strict=True)):
-        if start < 0 or start + len(array) > length:
-            raise InvalidRoutes(
-                f"turn {number} has rows for positions {start} to {start + len(array) - 1}, the conversation has {length} tokens"
-            )
-        free = ~written[start : start + len(array)]
-        whole[start : start + len(array)][free] = array[free]
-        written[start : start + len(array)] = True
-    return whole
 
 
 def _array(rows: Any) -> Rows:

@@ -53,7 +53,7 @@ _INLINED = frozenset({
 
 CONTRACTIONS = frozenset({
     "linear", "matmul", "mm", "bmm", "mv", "addmm", "baddbmm", "einsum", "tensordot", "bilinear", "grouped_mm", "scaled_mm",
-    "int_mm", "dot",
+    "int_mm", "weight_int8pack_mm", "weight_int4pack_mm", "dot",
 })  # fmt: skip
 """Operators that multiply and sum over a shared dimension."""
 

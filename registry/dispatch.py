@@ -41,6 +41,7 @@ from r3_pass.registry.dataflow import (
     spelling,
     value,
 )
+from r3_pass.registry.order import out_of_order
 from r3_pass.registry.scores import Root
 
 IDS, MASK, PERM, SEL, TOK, PROD = "IDS", "MASK", "PERM", "SEL", "TOK", "PROD"
@@ -54,8 +55,29 @@ _REARRANGE = frozenset({
 })  # fmt: skip
 _GROUPED = frozenset(["grouped_mm"])
 _MIXING = frozenset(
-    {"add", "sub", "mul", "where", "masked_scatter", "setitem", "index_put", "maximum", "minimum", "xor"}
+    {"masked_fill", "add", "sub", "mul", "where", "masked_scatter", "setitem", "index_put", "maximum", "minimum", "xor"}
 )
+_LEFT_OUT = "they name the experts that are left out, not those that are chosen"
+_ONE_BY_ONE = _COMPARISONS | {
+    "add",
+    "sub",
+    "mul",
+    "mod",
+    "floordiv",
+    "not",
+    "and",
+    "or",
+    "to",
+    "long",
+    "int",
+    "clamp",
+    "setitem",
+}
+_BOUNDS = frozenset({
+    "gt", "ge", "lt", "le", "clamp", "clip", "clamp_min", "clamp_max", "minimum", "maximum", "where", "masked_fill",
+})  # fmt: skip
+_CHOOSING = frozenset({"where", "masked_scatter", "maximum", "minimum", "setitem", "index_put"})
+_UNCHANGED = _REARRANGE | {"getitem", "cat", "stack", "gather", "roll", "flip", "index_select", "narrow", "select"}
 _SCORING = frozenset({
     "softmax", "log_softmax", "sigmoid", "add", "mul", "div", "to", "float", "view", "masked_fill", "tanh", "exp", "getitem",
     "where", "contiguous", "type_as", "transpose",
@@ -75,6 +97,9 @@ class Dispatch:
         fates: what else they were used for, in words.
         direct: IDS values that a proof starts from at once, without another IDS value between.
         mixed: IDS values in which other choices than the selection's were mixed, and how.
+        among: of how many things ids pick one, wherever that is seen: rows of a bank or a table, classes of a one-hot.
+        equal_to: numbers that ids are compared with, one expert after the other.
+        bounded: ids are compared by size or clamped: what lies past the experts has a meaning of its own (zero experts, say).
     """
 
     events: dict[fx.Node, str] = dataclasses.field(default_factory=dict)
@@ -85,10 +110,28 @@ class Dispatch:
     fates: dict[str, None] = dataclasses.field(default_factory=dict)
     direct: set[fx.Node] = dataclasses.field(default_factory=set)
     mixed: dict[fx.Node, str] = dataclasses.field(default_factory=dict)
+    among: set[int] = dataclasses.field(default_factory=set)
+    equal_to: set[int] = dataclasses.field(default_factory=set)
+    bounded: bool = False
 
     @property
     def proved(self) -> bool:
         return bool(self.events)
+
+    def named(self, choices: int) -> int | None:
+        """How many of the choices name an expert: all but the padding of a router's weight. None if this graph does not show it."""
+        if self.bounded:
+            return choices
+        if self.among:
+            return min(max(self.among), choices)
+        if len(self.equal_to) >= 2 and self.equal_to == set(range(len(self.equal_to))):
+            return min(len(self.equal_to), choices)
+        banks = [dims(w) for w in self.weights if len(dims(w)) >= 3]
+        first = {shape[0] for shape in banks}
+        if len(first) == 1 and not any(choices in shape for shape in banks):
+            (held,) = first
+            return int(held) if isinstance(held, int) and held < choices <= 2 * held else choices
+        return None if not banks else choices
 
 
 class _Follow:
@@ -104,6 +147,8 @@ class _Follow:
         self.pending: list[tuple[fx.Node, str, fx.Node]] = [
             (n, IDS, n) for n in ids
         ]  # value, label, the IDS it came from
+        self.inverse: set[fx.Node] = set()  # MASK that is zero where the ids are
+        self.upright: set[fx.Node] = set()
         self.vectors: dict[fx.Node, set[fx.Node]] = {}  # two-dimensional SEL: value -> sources
         self.vector_sources: set[fx.Node] = set()
         self.vector_hits: list[tuple[fx.Node, fx.Node]] = []
@@ -164,8 +209,12 @@ class _Follow:
         name = spelling(user)
         if name in ("roll", "flip", "fliplr", "flipud"):
             return f"{name} ({user.name}) moves them to other tokens or columns"
+        if out_of_order(self.flow, user):
+            return f"{name} ({user.name}) moves them to other tokens"
         if name not in _MIXING:
             return ""
+        if (expert := self._filled(user, name)) is not None:
+            return f"{name} ({user.name}) puts expert {expert} in the place of some of them"
         for other in self._others(user, node):
             seen = value(other)
             if (
@@ -175,11 +224,79 @@ class _Follow:
                 or seen.dtype == torch.bool
             ):
                 continue
+            if name in _CHOOSING and self._is_choice(other):
+                return f"{name} ({user.name}) takes one or another of them ({node.name}, {other.name})"
             if all(size == 1 for size in dims(other)) or self.labels.get(other):
                 continue
             if spelling(other) in RANDOM or (self.flow.kind(other) == "data" and not self._made_of_ids(other)):
                 return f"{name} ({user.name}) mixes them with other integers ({other.name})"
         return ""
+
+    def _filled(self, user: fx.Node, name: str) -> int | None:
+        """An expert that some ids are replaced with, by a condition that leaves the weights as they are; None if there is none.
+
+        What depends on the id alone is a placement of experts. Where the condition zeroes the weights too, the choice was dropped,
+        and its number is only made safe for an index.
+        """
+        place = {"masked_fill": 2, "where": 1, "setitem": 2}.get(name)
+        if place is None:
+            return None
+        given = [argument(user, at, label) for at, label in ((place, "value"), (2, "other"))]
+        filled = next((v for v in given if isinstance(v, int) and not isinstance(v, bool)), None)
+        if filled is None or not isinstance(self.experts, int) or not 0 <= filled < self.experts:
+            return None
+        method = user.op == "call_method"
+        condition = self.flow.operand(user, user.args[0 if name == "where" and not method else 1])
+        if condition is None or not is_tensor(condition) or value(condition).dtype != torch.bool:
+            return None
+        return None if self._told_by_id(condition) or self._tells_weights(condition) else filled
+
+    def _told_by_id(self, condition: fx.Node) -> bool:
+        """Whether a condition is a function of each id by itself: a relabelling, the same for every token."""
+        stack, seen = [condition], {condition}
+        while stack:
+            top = stack.pop()
+            if top in self.starts or self.flow.kind(top) != "data":
+                continue
+            if spelling(top) not in _ONE_BY_ONE:
+                return False
+            for source in self.flow.inputs(top):
+                if source not in seen:
+                    seen.add(source)
+                    stack.append(source)
+        return True
+
+    def _tells_weights(self, condition: fx.Node) -> bool:
+        """Whether a condition is used for floating-point values, too."""
+        stack = [condition, *(self.flow.inputs(condition) if spelling(condition) == "not" else ())]
+        seen = set(stack)
+        while stack and len(seen) < 60:
+            top = stack.pop()
+            for user in self.flow.users(top):
+                if user in seen or not is_tensor(user) or spelling(user) in CREATION:
+                    continue
+                reads = [n for n in self.flow.inputs(user) if is_tensor(n) and value(n).dtype.is_floating_point]
+                if value(user).dtype.is_floating_point and (reads or spelling(user) in _REARRANGE):
+                    return True
+                if value(user).dtype == torch.bool:
+                    seen.add(user)
+                    stack.append(user)
+        return False
+
+    def _is_choice(self, node: fx.Node) -> bool:
+        """Whether a value is these ids, or some of them, as they were chosen."""
+        stack, seen = [node], {node}
+        while stack:
+            top = stack.pop()
+            if top in self.starts:
+                return True
+            if spelling(top) not in _UNCHANGED:
+                continue
+            for source in self.flow.inputs(top):
+                if source not in seen and is_tensor(source) and not value(source).dtype.is_floating_point:
+                    seen.add(source)
+                    stack.append(source)
+        return False
 
     def _made_of_ids(self, node: fx.Node) -> bool:
         """Whether a value comes from these ids (and their scores) alone: a place in an expert's queue, say."""
@@ -267,6 +384,17 @@ class _Follow:
                     stack.append(source)
         return False
 
+    def _counts_experts(self, size: Any) -> bool:
+        """Whether a size can be the number of experts: what was chosen among, or less where the router's weight is padded."""
+        if size == self.experts:
+            return True
+        return isinstance(size, int) and isinstance(self.experts, int) and 2 <= size < self.experts <= 2 * size
+
+    def _is_bank(self, weight: fx.Node) -> bool:
+        """Whether a weight holds all experts' parameters."""
+        shape = dims(weight)
+        return len(shape) >= 3 and (self.experts in shape or self._counts_experts(shape[0]))
+
     def _made_by_experts(self, node: fx.Node) -> bool:
         """True if parameters with an expert dimension, or several experts stacked, are contracted on the way to this value."""
         stack, seen = [node], {node}
@@ -276,12 +404,12 @@ class _Follow:
             if (
                 name in ("stack", "cat")
                 and len(self.flow.inputs(top)) >= 2
-                and self.experts in (len(self.flow.inputs(top)), None)
+                and (self.experts is None or self._counts_experts(len(self.flow.inputs(top))))
             ):
                 return True
             if name in CONTRACTIONS or is_opaque(top):
                 weights = [n for n in self.flow.inputs(top) if self.flow.kind(n) == "weight"]
-                if any(len(dims(w)) >= 3 and self.experts in dims(w) for w in weights):
+                if any(self._is_bank(w) for w in weights):
                     return True
             for source in self.flow.inputs(top):
                 if (
@@ -307,6 +435,7 @@ class _Follow:
     # ---- one rule set for each label ----------------------------------------------------------------------------
     def _ids(self, node: fx.Node, user: fx.Node, name: str, origin: fx.Node) -> None:
         others = self._others(user, node)
+        self._range(node, user, name)
         if is_opaque(user) or name in _GROUPED:
             if not self._fused(node, user, origin):
                 self._ids_go(node, user, origin)
@@ -323,6 +452,7 @@ class _Follow:
                 self._ids_go(node, user, origin)
             return
         if name in _COMPARISONS or name in ("one_hot", "bincount", "histc", "bucketize"):
+            self._turned(user, name == "ne")
             self._go(user, MASK, origin)
             return
         if name in ("nonzero", "where") and len(others) == 0:
@@ -353,6 +483,15 @@ class _Follow:
             for item in self.flow.users(user):
                 self._ids_go(node, item, origin)
 
+    def _range(self, node: fx.Node, user: fx.Node, name: str) -> None:
+        """Note what an operator says of how many experts the ids can name."""
+        if name in _BOUNDS:
+            self.found.bounded = True
+        elif name == "eq" and isinstance(number := argument(user, 1, "other"), int):
+            self.found.equal_to.add(number)
+        elif name == "one_hot" and isinstance(classes := argument(user, 1, "num_classes"), int) and classes > 0:
+            self.found.among.add(classes)
+
     def _scattered(self, node: fx.Node, user: fx.Node, name: str, origin: fx.Node) -> None:
         target = self.flow.operand(user, user.args[0]) if user.args else None
         if target is node:
@@ -362,7 +501,17 @@ class _Follow:
         ):
             self._told_apart(node, user, origin)  # tokens laid into their experts' buffers
         else:
+            given = argument(user, 2 if name in ("setitem", "index_put") else 3, "value", "src", "values")
+            low = target is not None and _is_low(target)
+            self._turned(user, _is_low(given) or (_is_zero(given) and not low))
             self._go(user, MASK, origin)
+
+    def _turned(self, mask: fx.Node, inverse: bool) -> None:
+        """Note whether a MASK is zero (or -inf) where the ids are, rather than elsewhere."""
+        (self.inverse if inverse else self.upright).add(mask)
+
+    def _left_out(self, mask: fx.Node) -> bool:
+        return mask in self.inverse and mask not in self.upright
 
     def _picks(self, node: fx.Node, user: fx.Node, name: str, origin: fx.Node) -> bool:
         """`source[ids]` in all its spellings; False if the ids are the source here."""
@@ -379,6 +528,8 @@ class _Follow:
                 return True
             return False
         kind = self.flow.kind(source)
+        if kind == "weight" and isinstance(held := next(iter(dims(source)), None), int):
+            self.found.among.add(held)
         if kind == "const" or (
             kind == "weight"
             and is_tensor(source)
@@ -397,7 +548,7 @@ class _Follow:
             axis = argument(user, 1, "dim") if name in ("gather", "index_select") else argument(user, 2, "dim")
             position = axis if isinstance(axis, int) else _indexed_dimension(user, node, self.flow)
             shape = dims(source)
-            expert_axis = position is not None and shape and shape[position % len(shape)] == self.experts
+            expert_axis = position is not None and shape and self._counts_experts(shape[position % len(shape)])
             if expert_axis and len(shape) >= 3 and self._made_by_experts(source):
                 self._event(user, "outputs", origin, [])
             elif IDS in self.labels.get(source, ()):
@@ -408,6 +559,12 @@ class _Follow:
 
     def _mask(self, node: fx.Node, user: fx.Node, name: str, origin: fx.Node) -> None:
         others = self._others(user, node)
+        turned = self._left_out(node) != self._turns(node, user, name)
+        for result in (user, *(() if is_tensor(user) else self.flow.users(user))):
+            self._turned(result, turned)
+        if turned and (name in CONTRACTIONS or name in ("nonzero", "argwhere", "masked_select") or is_opaque(user)):
+            self.found.fates[_LEFT_OUT] = None
+            return
         if is_opaque(user) or name in _GROUPED:
             if not self._fused(node, user, origin):
                 self._go(user, MASK, origin)
@@ -445,13 +602,33 @@ class _Follow:
                 self._go(user, MASK, origin)
             return
         for partner in tokens:
-            if name in CONTRACTIONS:
+            if turned:
+                self.found.fates[_LEFT_OUT] = None
+            elif name in CONTRACTIONS:
                 self._weighs(user, partner, origin)
             elif name in ("mul", "where", "masked_fill", "div") and len(dims(user)) >= 1:
                 have, mine = dims(partner), dims(node)
                 spreads = bool(mine) and bool(have) and have[-1] != 1 and (mine[-1] == 1 or len(mine) < len(have))
                 if spreads or TOK in self.labels.get(partner, ()):
                     self._weighs(user, partner, origin)
+
+    def _turns(self, node: fx.Node, user: fx.Node, name: str) -> bool:
+        """Whether an operator makes of a mask the mask of everything else."""
+        if name == "not":
+            return True
+        if name == "sub":
+            return not isinstance(user.args[0], fx.Node)
+        if name in ("eq", "lt", "le"):
+            return not any(is_tensor(n) for n in self._others(user, node)) and (name != "eq" or _is_zero(user.args[1]))
+        place = {"masked_fill": (1, 2), "where": (0, 1), "setitem": (1, 2), "index_put": (1, 2)}.get(name)
+        if place is None or (name == "where" and user.op == "call_method"):
+            return False
+        index = user.args[place[0]] if len(user.args) > place[0] else None
+        masks = index if isinstance(index, tuple | list) else (index,)
+        filled = argument(user, place[1], "value", "input", "values")
+        return any(isinstance(m, fx.Node) and self.flow.operand(user, m) is node for m in masks) and (
+            _is_zero(filled) or _is_low(filled)
+        )
 
     def _weighs(self, user: fx.Node, partner: fx.Node, origin: fx.Node) -> None:
         if self._made_by_experts(partner):
@@ -571,7 +748,7 @@ class _Follow:
         others = self._others(user, node)
         if is_opaque(user) or name in CONTRACTIONS:
             weights = [n for n in others if self.flow.kind(n) == "weight" and len(dims(n)) >= 2]
-            if any(len(dims(w)) >= 3 and self.experts in dims(w) for w in weights) and name not in _GROUPED:
+            if any(self._is_bank(w) for w in weights) and name not in _GROUPED:
                 self._event(user, "experts", origin, weights)
             elif weights and name not in _GROUPED:
                 birth = self.births.get(node, node)
@@ -586,6 +763,31 @@ class _Follow:
         results = [user] if is_tensor(user) else list(self.flow.users(user))
         for result in results:
             self._told_apart(node, result, origin)
+
+
+def _filling(given: Any) -> Any:
+    """The number that fills a tensor, or that a tensor of one value has; None if there is no one number."""
+    if not isinstance(given, fx.Node):
+        return given if isinstance(given, int | float) else None
+    name = spelling(given)
+    if name in ("zeros", "zeros_like", "new_zeros"):
+        return 0
+    if name in ("ones", "ones_like", "new_ones"):
+        return 1
+    if name in ("full", "full_like", "new_full"):
+        found = argument(given, 2 if name == "new_full" else 1, "fill_value")
+        return found if isinstance(found, int | float) else None
+    return None
+
+
+def _is_zero(given: Any) -> bool:
+    return bool(_filling(given) == 0)
+
+
+def _is_low(given: Any) -> bool:
+    """-inf, or what stands for it."""
+    found = _filling(given)
+    return bool(found is not None and found <= -1e4)
 
 
 def _picks_along_a_dimension(node: fx.Node) -> bool:

@@ -7,6 +7,9 @@ the graph's inputs is walked, along the residual stream: what moves tokens on it
 
 from __future__ import annotations
 
+import sys
+from collections import deque
+from itertools import pairwise
 from typing import Any
 
 from torch import fx
@@ -22,8 +25,12 @@ from r3_pass.registry.dataflow import (
 )
 
 _MOVES = frozenset({"flip", "roll", "flipud", "fliplr", "index_select", "gather", "take_along_dim", "sort", "rot90"})
+_WRITES = frozenset({"setitem", "index_put", "index_copy", "scatter", "index_add", "scatter_add"})
+_ORDERS = frozenset({"argsort", "sort", "topk", "nonzero", "where", "argmax", "max"})
 _TURNS = frozenset({"transpose", "permute", "movedim", "t", "mT", "T"})
 _STEPS = 4000
+_PART_STEPS = 60
+_NEAR = 200
 
 
 def reordering(flow: DataFlow, product: fx.Node) -> fx.Node | None:
@@ -32,17 +39,24 @@ def reordering(flow: DataFlow, product: fx.Node) -> fx.Node | None:
     Args:
         product: the linear (or other product with the router's weight) that makes the scores.
     """
-    node = next((n for n in flow.inputs(product) if flow.kind(n) == "data" and is_tensor(n)), None)
+    start = next((n for n in flow.inputs(product) if _is_data(flow, n)), None)
+    if spelling(product).startswith("conv") and start is not None and spelling(start) in _TURNS:
+        # channels go second into a convolution, and last again behind it
+        start = _upstream(flow, start, spelling(start))
+    moved = _mover(flow, start)
+    return None if moved is None or _another_way(flow, start, moved) else moved
+
+
+def _mover(flow: DataFlow, node: fx.Node | None) -> fx.Node | None:
+    """The first operator on the way back that moves tokens."""
     turned: list[fx.Node] = []
-    if spelling(product).startswith("conv") and node is not None and spelling(node) in _TURNS:
-        node = _upstream(flow, node, spelling(node))  # channels go second into a convolution, and last again behind it
     for _ in range(_STEPS):
         if node is None:
             return None
         if node.op == "placeholder":
             return turned[0] if turned else None
         name = spelling(node)
-        if name in _MOVES or (name == "getitem" and _picks_tokens(flow, node)):
+        if _moves(flow, node, name):
             return node
         if name in _TURNS and _turns_tokens(node):
             if turned and _same_turn(turned[-1], node):
@@ -53,11 +67,53 @@ def reordering(flow: DataFlow, product: fx.Node) -> fx.Node | None:
     return None
 
 
+def _another_way(flow: DataFlow, start: fx.Node | None, moved: fx.Node) -> bool:
+    """Whether what is moved comes unmoved, too, from the same graph input: past experts that sort and sort back, say."""
+    origins = {n for n in _behind(flow, moved) if n.op == "placeholder"}
+    stack = [start]
+    seen = {start}
+    while stack and len(seen) < _STEPS:
+        node = stack.pop()
+        if node in origins:
+            return True
+        if node is None or node.op == "placeholder":
+            continue
+        name = spelling(node)
+        if _moves(flow, node, name) or (name in _TURNS and _turns_tokens(node)):
+            continue
+        same = [n for n in flow.inputs(node) if _is_data(flow, n) and dims(n) == dims(node)]
+        for source in same if len(same) > 1 else [_upstream(flow, node, name)]:
+            if source not in seen:
+                seen.add(source)
+                stack.append(source)
+    return False
+
+
+def _behind(flow: DataFlow, node: fx.Node, near: int = sys.maxsize) -> set[fx.Node]:
+    """What a value is made of: all of it, or about as many of the nearest values as are asked for."""
+    waiting, seen = deque([node]), {node}
+    while waiting and len(seen) < near:
+        for source in flow.inputs(waiting.popleft()):
+            if source not in seen and flow.kind(source) == "data":
+                seen.add(source)
+                waiting.append(source)
+    return seen
+
+
 def _upstream(flow: DataFlow, node: fx.Node, name: str) -> fx.Node | None:
     """The input whose tokens these are; None where that is not understood."""
     if name == "embedding":
         return flow.operand(node, argument(node, 0, "input"))
-    data = [n for n in flow.inputs(node) if flow.kind(n) == "data" and is_tensor(n)]
+    source = flow.operand(node, node.args[0]) if node.args else None
+    if _looks_up(flow, node, name):
+        return next((n for n in flow.inputs(node) if _is_data(flow, n)), None)
+    if name in _WRITES and source is not None and flow.kind(source) == "data":
+        return source  # other tokens (an image's) are written over some of these
+    if name in _WRITES:
+        return None  # laid into a tensor that was made before
+    if name in ("cat", "stack") and (whole := _parts(flow, node)) is not None:
+        return whole[0]
+    data = [n for n in flow.inputs(node) if _is_data(flow, n)]
     if not data or is_opaque(node) or name in ("cat", "stack", "scaled_dot_product_attention"):
         return None
     if name in CONTRACTIONS:
@@ -66,9 +122,114 @@ def _upstream(flow: DataFlow, node: fx.Node, name: str) -> fx.Node | None:
     return min(same, key=flow.order.__getitem__) if same else (data[0] if len(data) == 1 else None)
 
 
-def _picks_tokens(flow: DataFlow, node: fx.Node) -> bool:
-    """Indexing of activations by a tensor that depends on the call's inputs."""
-    return any(is_tensor(n) and flow.kind(n) == "data" for n in flow.inputs(node)[1:]) and is_tensor(node.args[0])
+def _is_data(flow: DataFlow, node: fx.Node) -> bool:
+    """A tensor that depends on the call's inputs; `out[i] = x` returns none, but stands for what `out` is from then on."""
+    return flow.kind(node) == "data" and (is_tensor(node) or spelling(node) == "setitem")
+
+
+def _moves(flow: DataFlow, node: fx.Node, name: str) -> bool:
+    """Whether an operator may put tokens into other places."""
+    if name in _MOVES or out_of_order(flow, node):
+        return not _looks_up(flow, node, name)
+    if name == "einsum":
+        return _turns_letters(node)
+    source = flow.operand(node, node.args[0]) if node.args else None
+    if source is None or not (is_tensor(source) or spelling(source) == "setitem"):
+        return False
+    if name == "getitem":
+        return flow.kind(source) == "data" and any(is_tensor(n) or isinstance(n, list) for n in _index(node, 1))
+    if name in _WRITES and flow.kind(source) == "const":
+        index = _index(node, 1 if name in ("setitem", "index_put") else 2)
+        late = any(isinstance(n, slice) and n.start not in (None, 0) for n in index)
+        return late or any(is_tensor(n) and not _sorts_back(flow, node, flow.operand(node, n)) for n in index)
+    return False
+
+
+def _sorts_back(flow: DataFlow, write: fx.Node, index: fx.Node | None) -> bool:
+    """Whether tokens are written to where the same order took them from: experts that sort their tokens, and sort them back."""
+    if index is None:
+        return False
+    orders = {index} | {n for n in _behind(flow, index, _NEAR) if spelling(n) in _ORDERS}
+    picked = [
+        n for n in _behind(flow, write, _NEAR) if spelling(n) in ("getitem", "index_select", "gather") and is_tensor(n)
+    ]
+    by = [n for pick in picked for n in flow.inputs(pick)[1:] if is_tensor(n)]
+    return any(orders & _behind(flow, n, _NEAR) for n in by)
+
+
+def _looks_up(flow: DataFlow, node: fx.Node, name: str) -> bool:
+    """Whether rows of a weight are picked, as an embedding does."""
+    source = flow.operand(node, node.args[0]) if node.args else None
+    return name in ("getitem", "index_select") and source is not None and flow.kind(source) == "weight"
+
+
+def _turns_letters(node: fx.Node) -> bool:
+    """Whether an einsum of one operand brings its dimensions into another order."""
+    equation = str(argument(node, 0, "equation")).replace(" ", "")
+    before, _, after = equation.partition("->")
+    kept = [letter for letter in before if letter in after]
+    return bool(after) and "," not in before and kept != [letter for letter in after if letter in kept]
+
+
+def _index(node: fx.Node, position: int) -> tuple[Any, ...]:
+    found = node.args[position] if len(node.args) > position else None
+    return tuple(found) if isinstance(found, tuple | list) else (found,)
+
+
+def out_of_order(flow: DataFlow, node: fx.Node) -> bool:
+    """Whether slices of one value are joined along its tokens in another order than they had, or not for certain in the same."""
+    found = _parts(flow, node) if spelling(node) in ("cat", "stack") else None
+    return found is not None and not found[1]
+
+
+def _parts(flow: DataFlow, joined: fx.Node) -> tuple[fx.Node, bool] | None:
+    """The value that several joined parts are slices of, and whether they follow one another; None if they are no such slices."""
+    rank = len(dims(joined))
+    axis = argument(joined, 1, "dim", "axis", default=0)
+    given = argument(joined, 0, "tensors")
+    if not rank or not isinstance(axis, int) or not isinstance(given, tuple | list):
+        return None
+    axis %= rank
+    if rank > 1 and axis == rank - 1:
+        return None  # features, or columns
+    cuts = [_cut(flow, flow.operand(joined, part), axis) for part in given]
+    sources = {cut[0] for cut in cuts if cut is not None}
+    of_one = [cut[1:] for cut in cuts if cut is not None]
+    if len(sources) != 1 or len(of_one) < 2:
+        return None
+    follow = all(before[1] == after[0] for before, after in pairwise(of_one))
+    whole = len(of_one) == len(cuts) and of_one[0][0] in (None, 0)
+    return sources.pop(), follow and whole
+
+
+def _cut(flow: DataFlow, part: fx.Node | None, axis: int) -> tuple[fx.Node, Any, Any] | None:
+    """The value that a part was cut from along its tokens, where it begins and where it ends; None if it was not cut."""
+    for _ in range(_PART_STEPS):
+        if part is None or part.op == "placeholder":
+            return None
+        name = spelling(part)
+        if name in ("cat", "stack"):
+            return None
+        if name == "getitem":
+            source = flow.operand(part, part.args[0])
+            if source is None:
+                return None
+            if not is_tensor(source):  # an item of chunk, split or unbind
+                whole = flow.operand(source, argument(source, 0, "input", "tensor", "self"))
+                pieces = spelling(source) in ("chunk", "split", "tensor_split", "split_with_sizes", "unbind")
+                number = part.args[1]
+                return (whole, number, number + 1) if whole is not None and pieces and isinstance(number, int) else None
+            if flow.kind(source) == "data":
+                index = _index(part, 1)
+                cut = index[axis] if axis < len(index) else None
+                if isinstance(cut, slice) and cut.step not in (None, 1):
+                    return source, object(), object()  # every second token: it follows upon nothing
+                if isinstance(cut, slice) and (cut.start is not None or cut.stop is not None):
+                    return source, cut.start, cut.stop
+                if isinstance(cut, int):
+                    return source, cut, cut + 1
+        part = _upstream(flow, part, name)
+    return None
 
 
 def _turns_tokens(node: fx.Node) -> bool:

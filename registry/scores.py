@@ -38,6 +38,9 @@ _ORDERING = frozenset({
     "sort", "argsort", "cumsum", "cumprod", "cummax", "cummin", "flip", "roll", "msort", "diff", "unfold",
     "multinomial", "bincount", "histc", "one_hot",
 })  # fmt: skip
+_PRODUCTS = frozenset({
+    "linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "int_mm", "scaled_mm", "weight_int8pack_mm", "weight_int4pack_mm",
+})  # fmt: skip
 _MULTIPLIES = frozenset(["mul", "sub"])
 _NODE_BUDGET = 600
 
@@ -119,8 +122,10 @@ def _step(
         return _through_getitem(flow, node, span, trace)
     if name in CREATION or not shape:
         return []
-    if name in ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "int_mm"):
+    if name in _PRODUCTS:
         return _through_product(flow, node, name, span, trace)
+    if name == "tensordot":
+        return _through_tensordot(flow, node, span, trace)
     if name == "einsum":
         return _through_einsum(flow, node, span, trace)
     if name in ("conv1d", "conv2d", "cdist") or (is_opaque(node) and span == (len(shape) - 1, len(shape) - 1)):
@@ -224,6 +229,23 @@ def _through_product(flow: DataFlow, node: fx.Node, name: str, span: Span, trace
     else:
         trace.dead_ends.append(
             f"the scores are a product of two activations ({node.name}: query and key, say), not of a router weight"
+        )
+    return []
+
+
+def _through_tensordot(flow: DataFlow, node: fx.Node, span: Span, trace: Trace) -> list[tuple[fx.Node, Span]]:
+    """The result's dimensions are those of the left operand that are not summed over, then those of the right one."""
+    left, right = flow.operand(node, argument(node, 0, "a")), flow.operand(node, argument(node, 1, "b"))
+    if left is None or right is None:
+        return []
+    summed = argument(node, 2, "dims", default=2)
+    count = summed if isinstance(summed, int) else len(summed[0]) if isinstance(summed[0], tuple | list) else 1
+    carrier, other = (left, right) if span[1] < len(dims(left)) - count else (right, left)
+    if span[0] == span[1] and flow.kind(carrier) == "weight" and flow.kind(other) == "data":
+        trace.roots.append(Root(node, flow.weights(carrier), dims(node)[span[0]]))
+    else:
+        trace.dead_ends.append(
+            f"the selection does not run over the outputs of a router's weight in tensordot ({node.name})"
         )
     return []
 

@@ -61,7 +61,7 @@ def test_inductor_layer_by_layer(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("experts", ["eager", "batched_mm", "grouped_mm"])
-@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "phimoe"])
+@pytest.mark.parametrize("name", [*EVERY_TIME, "phimoe", "longcat_flash"])
 def test_experts_implementation(name: str, experts: str) -> None:
     """The eager experts loop over data-dependent sizes, which splits each layer's graph behind the router."""
     check(build(name, experts), "aot_eager")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from decoder import HIDDEN, D, Decoder, Dense, Moe, decoder, prompt, truth
+from recording import recording
 from torch import Tensor, nn
 
 import r3_pass
@@ -165,6 +166,22 @@ def test_experts_of_the_attention(attention: str, moe: str) -> None:
     with torch.no_grad():
         model(prompt(T))
     assert len(hooks) == 2 and (rows == torch.stack(kept, 1).numpy()).all()
+
+
+@pytest.mark.parametrize("per_layer", [False, True])
+def test_why_experts_of_the_attention_are_not_recorded(per_layer: bool) -> None:
+    """The report says it of each layer: before anything ran, and of what was compiled."""
+    model = decoder(dense=(0, 1, 2))
+    model.layers = nn.ModuleList(Named("self_attn", "mlp") for _ in range(2)).requires_grad_(False)
+    reports = [r3_pass.explain(model, prompt(T))]
+    with torch.no_grad(), recording(model, "eager", list(model.layers) if per_layer else ()) as recorder:
+        recorder.rows(T, lambda: recorder.compiled(prompt(T)))
+        reports.append(recorder.backend.report())
+    for report in reports:
+        assert [s.module for s in report.sites] == ["layers.0.mlp.gate", "layers.1.mlp.gate"]
+        assert [(r.module.rpartition(".gate")[0] or r.module, r.reason, r.routing) for r in report.rejected] == [
+            (f"layers.{n}.self_attn", "attention experts, not the layer's MLP experts", False) for n in range(2)
+        ]
 
 
 class Attributes(nn.Module):

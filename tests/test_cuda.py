@@ -12,6 +12,9 @@ from torch import Tensor, nn
 
 import r3_pass
 from r3_pass.runtime import Segment, Session
+from r3_pass.runtime.rows import RowLog
+from r3_pass.runtime.sequences import SequenceTable
+from r3_pass.runtime.slots import Geometry, SlotBuffer
 
 pytestmark = pytest.mark.cuda
 
@@ -251,3 +254,69 @@ def test_the_buffer_is_bound_again_without_recompilation() -> None:
         assert (session.read(np.arange(16)) == truth(model, x)).all()
     assert backend.report().num_graphs == 1
     session.detach()
+
+
+def test_a_long_prefix_hit_takes_little_memory() -> None:
+    """100,000 tokens of 61 x 8, through a session: below 16 MiB on the device beside the buffer."""
+    model = build()
+    compiled = torch.compile(model, backend=r3_pass.backend("eager"))
+    session = r3_pass.runtime.attach(compiled, num_slots=SLOTS)
+    x = torch.randn(4, HIDDEN, device="cuda")
+    with session.step(np.arange(4), [Segment("before", 0, 4)]):
+        compiled(x)
+    session.abort("before", 5)  # its copy has arrived: the table below has rows of another shape
+    # The geometry of a large model, beside the small one that runs.
+    geometry = Geometry(num_slots=100_000, num_layers=61, stored=tuple(range(61)), top_k=8)
+    large = SlotBuffer(geometry, "cuda")
+    large.data[:-1] = (torch.arange(100_000, device="cuda") % 30_000).to(torch.int16).view(-1, 1, 1)
+    slots = np.random.default_rng(0).permutation(100_000)
+    held = session._store.buffer, session._delivery.table
+    session._store.buffer, session._delivery.table = large, SequenceTable(RowLog(geometry.row_shape))
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    session.prefix_hit("hit", 0, slots)
+    torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() - before < 16 * 2**20
+    rows = session.finish("hit", 100_001)
+    assert (rows == (slots % 30_000).astype(np.int16)[:, None, None]).all()
+    session._store.buffer, session._delivery.table = held
+    session.check_integrity()
+    session.detach()
+
+
+def test_a_neighbour_finishes_before_a_prefix_has_arrived() -> None:
+    """The host takes in the step's copy without that of the prefix before it."""
+    model = build()
+    compiled = torch.compile(model, backend=r3_pass.backend("eager"))
+    session = r3_pass.runtime.attach(compiled, num_slots=SLOTS)
+    x, y = torch.randn(4, HIDDEN, device="cuda"), torch.randn(3, HIDDEN, device="cuda")
+    for ids in (x, y, x):  # whatever is compiled for these lengths is compiled now
+        with session.step(np.arange(len(ids)), [Segment("before", 0, len(ids))]):
+            compiled(ids)
+    session.finish("before", 5)
+    want = truth(model, y)
+    stream = session._delivery.exporter._prefix_stream
+    assert stream is not None
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(500_000_000)  # type: ignore[no-untyped-call]
+    session.prefix_hit("hit", 0, np.arange(4))
+    (piece,) = session._delivery.arrivals._pieces
+    with session.step(np.arange(10, 13), [Segment("b", 0, 3)]):
+        compiled(y)
+    assert (session.finish("b", 4) == want).all()
+    assert not piece.pending.done()
+    assert (session.finish("hit", 5) == truth(model, x)).all()
+    session.check_integrity()
+    session.detach()
+
+
+def test_a_buffer_larger_than_the_device() -> None:
+    """Refused by its bytes before anything is allocated."""
+    model = build()
+    before = torch.cuda.memory_allocated()
+    with pytest.raises(r3_pass.RefusedConfiguration, match=r"does not fit on cuda:0: \d+ bytes"):
+        r3_pass.runtime.attach(model, num_slots=10**12)
+    assert torch.cuda.memory_allocated() == before
+    assert not any(vars(p) for p in model.parameters())

@@ -6,19 +6,14 @@ import re
 
 import pytest
 import torch
-from dispatches import DISPATCHES
-from lookalikes import LOOKALIKES
-from more_routers import MORE_ROUTERS
-from recording import Recorder, recording, same_outputs, same_rows
-from refusals import REFUSALS
-from routers import ROUTERS
-from tiny import Case, Inputs, seeded_call
+from all_routers import ALL_ROUTERS, LISTS
+from hostile_routers import HOSTILE_ROUTERS
+from recording import recording
+from tiny import Case, seeded_call
 from torch import Tensor, nn
+from verdicts import Outcome, record_calls, router
 
 import r3_pass
-
-LISTS = [ROUTERS, MORE_ROUTERS, DISPATCHES, REFUSALS, LOOKALIKES]
-CASES = {name: case for cases in LISTS for name, case in cases.items()}
 
 
 @pytest.fixture(autouse=True)
@@ -28,31 +23,23 @@ def fresh_dynamo() -> None:
 
 
 def test_every_case_stands_in_one_list() -> None:
-    assert len(CASES) == sum(map(len, LISTS))
+    assert len(ALL_ROUTERS) == sum(map(len, LISTS))
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, id=name, marks=pytest.mark.slow if c.slow else ()) for name, c in ALL_ROUTERS.items()],
+)
 def test_verdict(case: Case) -> None:
+    """The hostile ones are about matching alone, so they go without AOT here; all_architectures.py records them with it."""
     model, inputs = case.build()
-    outcome, detail = observe(case, model, inputs)
-    assert outcome in (case.verdict, *case.also), f"{case.why}\n{outcome} instead of {case.verdict}: {detail}"
+    outcome = router(case, model, inputs, "eager" if case.name in HOSTILE_ROUTERS else "aot_eager")
+    assert outcome.right, f"{case.why}\n{outcome.verdict} instead of {case.verdict}: {outcome.detail}"
     if case.verdict == "nothing":
         sites = sites_without_a_session(model, inputs[0])
         assert not sites, f"{case.why}\nnothing is routed, but the report has {sites}"
-    if outcome == "refused" == case.verdict:
-        assert re.search(case.reason, detail, re.DOTALL), f"the reason should match {case.reason!r}: {detail}"
-
-
-def observe(case: Case, model: nn.Module, inputs: Inputs) -> tuple[str, str]:
-    """Record the case: captured (compared with the truth), refused, nothing, or wrong; and what shows it."""
-    try:
-        with torch.no_grad(), recording(model) as recorder:
-            outcomes = [record(case, model, recorder, args) for args in inputs]
-    except r3_pass.NoRouterFound as error:
-        return "refused" if case.verdict == "refused" else "nothing", str(error)
-    except r3_pass.R3Error as error:
-        return "refused", f"{type(error).__name__}: {error}"
-    return next((o for o in outcomes if o[0] == "wrong"), outcomes[0])
+    if outcome.verdict == "refused" == case.verdict:
+        assert re.search(case.reason, outcome.detail, re.DOTALL), f"not {case.reason!r}: {outcome.detail}"
 
 
 def sites_without_a_session(model: nn.Module, args: tuple[Tensor, ...]) -> list[object]:
@@ -64,25 +51,15 @@ def sites_without_a_session(model: nn.Module, args: tuple[Tensor, ...]) -> list[
     return list(backend.report().sites)
 
 
-def record(case: Case, model: nn.Module, recorder: Recorder, args: tuple[Tensor, ...]) -> tuple[str, str]:
-    truth = case.truth(model, args) if case.verdict == "captured" or "captured" in case.also else {}
-    tokens = args[0].shape[0] * args[0].shape[1]
-    outputs, rows = recorder.rows(tokens, lambda: seeded_call(recorder.compiled, args))
-    plain = seeded_call(recorder.compiled, args)
-    assert same_outputs(plain, outputs), f"{case.name}: recording changed the outputs"
-    if (rows == -1).all():
-        return "nothing", "every row is -1"
-    wrong = same_rows(rows, truth, case.ordered)
-    return ("wrong", wrong) if wrong else ("captured", "")
-
-
 def test_a_loop_over_experts_after_a_call_outside_of_any_step() -> None:
     """A warm-up before the first step leaves Dynamo with a frame that it runs eagerly from then on: refused, with the way out."""
-    case = CASES["loop_over_experts"]
+    case = ALL_ROUTERS["loop_over_experts"]
     model, inputs = case.build()
     with torch.no_grad(), recording(model) as recorder:
         seeded_call(recorder.compiled, inputs[0])
         with pytest.raises(r3_pass.R3Error, match=r"call torch\._dynamo\.reset\(\) and run the step again"):
-            record(case, model, recorder, inputs[0])
+            record_calls(Outcome(case.name, ("captured",)), case, model, recorder, inputs[:1])
         torch._dynamo.reset()
-        assert record(case, model, recorder, inputs[0]) == ("captured", "")
+        outcome = Outcome(case.name, ("captured",))
+        record_calls(outcome, case, model, recorder, inputs[:1])
+        assert outcome.right, outcome.detail

@@ -1,4 +1,4 @@
-"""Rows on their way to a forward: padded, packed, split, stitched; a row never moves to another token."""
+"""Rows on their way to a forward: padded, packed, split; a row never moves to another token."""
 
 from __future__ import annotations
 
@@ -52,13 +52,6 @@ def test_split_gives_every_row_to_one_rank(order: str) -> None:
     assert of(routes.split(batch, 1, 2, axis=1, order=order))[1] == [n + 10 for n in parts[1]]  # type: ignore[arg-type]
 
 
-def test_stitch() -> None:
-    """Two turns: the second prompt holds the first turn and what a tool said; boundaries have no row."""
-    whole = routes.stitch([(0, rows(4)), (0, rows(9, 10))], 10)
-    assert of(whole) == [0, 1, 2, 3, 14, 15, 16, 17, 18, LIVE]
-    assert of(routes.stitch([(0, rows(4)), (6, rows(2, 10))], 9)) == [0, 1, 2, 3, LIVE, LIVE, 10, 11, LIVE]
-
-
 @pytest.mark.parametrize(
     ("call", "reason"),
     [
@@ -73,7 +66,6 @@ def test_stitch() -> None:
         (lambda: routes.pack([rows(2)], [0, 3, 6]), "does not bound"),
         (lambda: routes.split(rows(7), 0, 2), "cannot be cut in 2"),
         (lambda: routes.split(rows(6), 0, 2, order="zigzag"), "cannot be cut in 4"),
-        (lambda: routes.stitch([(3, rows(4))], 6), "positions 3 to 6"),
     ],
 )
 def test_what_does_not_fit(call: object, reason: str) -> None:

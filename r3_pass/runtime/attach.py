@@ -8,11 +8,15 @@ import torch
 from torch import nn
 
 from r3_pass.backend import Backend
+from r3_pass.binding import goes_through
 from r3_pass.errors import NoRouterFound, RefusedConfiguration, UnsupportedEngine
+from r3_pass.runtime.coverage import Reasons
 from r3_pass.runtime.engines import ADAPTERS
 from r3_pass.runtime.engines.base import EngineAdapter
-from r3_pass.runtime.session import Session, count
-from r3_pass.structure import inspect, numbered, text_config
+from r3_pass.runtime.inputs import count
+from r3_pass.runtime.refusals import check_deployment
+from r3_pass.runtime.session import Session
+from r3_pass.structure import Block, inspect, numbered, text_config
 
 
 def attach(
@@ -81,6 +85,7 @@ def _attach_engine(engine: Any, backend: Backend | str | None, num_layers: int |
         adapter = known(engine)  # type: ignore[call-arg]  # adapters are built from the engine
     session: Session | None = None
     try:
+        check_deployment(adapter.deployment)
         session = _session_of(adapter, backend, num_layers)
         adapter.install(session)
     except BaseException:
@@ -144,20 +149,22 @@ def _backend_of(wrapper: Any) -> Backend | None:
     return None
 
 
-def _reasons(backend: Backend | None) -> Any:
+def _reasons(backend: Backend | None) -> Reasons | None:
     """A function from a decoder layer to why its candidates were rejected, for error messages."""
     if backend is None:
         return None
 
-    def why(layer: int) -> str:
-        found = [r for r in backend.report().rejected if layer in _numbers(r.module)]
-        return "; ".join(f"{r.node} rejected: {r.reason}" for r in found[:3])
+    def why(block: Block) -> str:
+        nodes: dict[str, list[str]] = {}
+        report = backend.report()
+        seen = [(e.graph, e.module) for e in report.sites] + [(e.graph, e.module) for e in report.rejected]
+        whole = {graph for graph, module in seen if numbered(f"{module}.")}
+        for entry in report.rejected:
+            if goes_through(entry.module, block) or entry.graph not in whole:  # a graph of one layer may serve any
+                nodes.setdefault(entry.reason, []).append(entry.node)
+        return "; ".join(f"{', '.join(names)} rejected: {reason}" for reason, names in nodes.items())
 
     return why
-
-
-def _numbers(module: str) -> set[int]:
-    return {int(part) for part in module.split(".") if part.isdigit()}
 
 
 def _refuse_model(model: nn.Module) -> None:
@@ -186,8 +193,18 @@ def _refuse_model(model: nn.Module) -> None:
 
 
 def _device_of(model: nn.Module) -> torch.device:
+    """The device of the decoder layers.
+
+    Raises: RefusedConfiguration if they lie on several.
+    """
     named = list(model.named_parameters())
-    return next(
-        (p.device for name, p in named if numbered(name)),
-        named[0][1].device if named else torch.device("cpu"),
-    )
+    layers = {p.device: name for name, p in reversed(named) if numbered(name)}
+    if len(layers) > 1:
+        where = " and ".join(
+            f"{name} on {device}" for device, name in sorted(layers.items(), key=lambda item: str(item[0]))
+        )
+        raise RefusedConfiguration(
+            f"{type(model).__name__} lies on several devices ({where}); the slot buffer lies on one, and graphs of the other "
+            "layers could not write to it. Load the model onto one device."
+        )
+    return next(iter(layers), named[0][1].device if named else torch.device("cpu"))

@@ -8,7 +8,7 @@ from r3_pass.binding import Binding
 from r3_pass.errors import NoRouterFound, PartialCapture, RefusedConfiguration
 from r3_pass.structure import Block
 
-Reasons = Callable[[int], str]
+Reasons = Callable[[Block], str]
 """From a decoder layer to why its candidates were rejected, "" if none was."""
 
 _ADVICE = (
@@ -24,7 +24,6 @@ _LOOPS = (
     " This model loops over its experts, which Dynamo traces only in what is compiled inside a step: call "
     "torch._dynamo.reset() and run the step again."
 )
-_LISTED = 16
 
 
 def check_coverage(binding: Binding, reasons: Reasons | None) -> bool:
@@ -50,7 +49,7 @@ def check_coverage(binding: Binding, reasons: Reasons | None) -> bool:
     written = [layer for layer, calls in zip(binding.layers, binding.calls, strict=True) if calls]
     expected = binding.layers or binding.expected()
     missing = [layer for layer in expected if layer not in written]
-    lines = [*binding.problems, *(f"layer {layer}: {_why(binding, layer, reasons)}" for layer in missing)][:_LISTED]
+    lines = [*binding.problems, *(f"layer {layer}: {_why(binding, layer, reasons)}" for layer in missing)]
     listed = "".join(f"\n  {line}" for line in lines)
     advice = (_nothing_expected(binding) if not expected else _ADVICE) + (
         _LOOPS if binding.structure.separate_experts else ""
@@ -90,8 +89,9 @@ def _nothing_expected(binding: Binding) -> str:
 
 def _why(binding: Binding, layer: int, reasons: Reasons | None) -> str:
     module = binding.modules.get(layer, "expected")
-    evidence = binding.structure.experts.get(Block(binding.container or "", layer))
+    block = Block(binding.container or "", layer)
+    evidence = binding.structure.experts.get(block)
     seen = evidence.text if evidence is not None else module
     if layer in binding.modules:
         return f"{seen}; captured in an earlier step, but no compiled graph of it ran in this one"
-    return f"{seen}; {(reasons(layer) if reasons is not None else '') or 'no graph of it ran'}"
+    return f"{seen}; {(reasons(block) if reasons is not None else '') or 'no graph of it ran'}"

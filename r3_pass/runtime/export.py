@@ -6,10 +6,12 @@
         pending.release()                                       # its memory may carry the next copy
 
 On CUDA the copy runs on a side stream into a page-locked block that belongs to this one copy until it is released. On
-other devices the copy is made at once.
+other devices the copy is made at once. A step of few rows needs no copy: the record kernel writes into the block (`stage`).
 
 Legend: T tokens in the step, L decoder layers, M stored (MoE) layers, K top-k, E experts, S slots.
 """
+
+from __future__ import annotations
 
 import contextlib
 import logging
@@ -21,7 +23,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from r3_pass.runtime.slots import SlotBuffer, Slots
+from r3_pass import streams
+from r3_pass.passes.ops import STATE_CALLS, rows_offset
+from r3_pass.runtime.slots import Geometry, SlotBuffer, Slots
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +37,9 @@ _CHUNKS_IN_FLIGHT = 2
 # A block's size is a multiple of this, not a power of two.
 _BLOCK_STEP = 64 * 2**10
 
+# So many bytes of rows the record kernel writes to the host itself; more are gathered, and copied beside the next step.
+_DIRECT_BYTES = 2**20
+
 
 class Pending:
     """One snapshot on its way to the host: `num_rows` rows, and flags if there were any."""
@@ -41,8 +48,8 @@ class Pending:
         self,
         rows: npt.NDArray[np.int16],
         flags: npt.NDArray[np.int32] | None,
-        block: "_Block | None" = None,
-        pool: "_Pool | None" = None,
+        block: _Block | None = None,
+        pool: _Pool | None = None,
     ) -> None:
         self.num_rows = len(rows)
         self._rows: npt.NDArray[np.int16] | None = rows
@@ -72,6 +79,43 @@ class Pending:
             self._pool.put(block)
 
 
+class Staged:
+    """Page-locked memory of one step: the slot mapping on its way down, and the state and the rows that the record kernel writes.
+
+    Attributes:
+        mapping: int64 [entries], for the host to fill.
+        address: what the header's HEADER_EXPORT is to say.
+        num_rows: rows that there is room for.
+    """
+
+    __slots__ = ("_block", "_pool", "_stored", "_top_k", "address", "mapping", "num_rows")
+
+    def __init__(self, block: _Block, pool: _Pool, entries: int, geometry: Geometry, num_rows: int) -> None:
+        self._block = block
+        self._pool = pool
+        self._stored, self._top_k = geometry.row_shape
+        behind = -(-entries * 8 // 16) * 16
+        self.mapping: npt.NDArray[np.int64] = block.array[: entries * 8].view(np.int64)
+        self.address = block.address + behind
+        self.num_rows = num_rows
+        block.array[behind : behind + (STATE_CALLS + self._stored) * 4] = 0
+
+    def upload(self, static: torch.Tensor) -> None:
+        """Queue the copy of the mapping into `static`, int64 [entries] on the device."""
+        static.copy_(self._block.longs(len(self.mapping)), non_blocking=True)
+
+    def complete(self, stream: torch.cuda.Stream) -> Pending:
+        """The kernel's writes are queued on this stream: what there is once they are done."""
+        self._block.copied.record(stream)
+        state = self.address - self._block.address
+        first = state + rows_offset(self._stored)
+        last = first + self.num_rows * self._stored * self._top_k * 2
+        array = self._block.array
+        rows = array[first:last].view(np.int16).reshape(self.num_rows, self._stored, self._top_k)
+        flags = array[state : state + (STATE_CALLS + self._stored) * 4].view(np.int32)
+        return Pending(rows, flags, self._block, self._pool)
+
+
 class Exporter:
     """Copies snapshots from one device to the host.
 
@@ -85,11 +129,17 @@ class Exporter:
         self.device = torch.device(device)
         self.chunk_bytes = chunk_bytes
         self._pool = _Pool()
+        self._streams: dict[streams.Raw, torch.cuda.Stream] = {}
         self._token_stream: torch.cuda.Stream | None = None
         self._prefix_stream: torch.cuda.Stream | None = None
         if self.device.type == "cuda":
             self._token_stream = torch.cuda.Stream(self.device)
             self._prefix_stream = torch.cuda.Stream(self.device)
+
+    @property
+    def at_once(self) -> bool:
+        """Whether every copy is over when `submit` returns."""
+        return self._token_stream is None
 
     @property
     def host_bytes(self) -> int:
@@ -104,6 +154,32 @@ class Exporter:
             flags: int32[F] on the same device, as they are when the current stream gets here. May be rewritten.
         """
         return self._copy(rows, flags, self._token_stream)
+
+    def stage(self, entries: int, geometry: Geometry, num_rows: int) -> Staged | None:
+        """Memory for a step in which the record kernel writes rows to the host itself; None where it does not.
+
+        Args:
+            entries: of the slot mapping, header included.
+            num_rows: of the step's requests.
+
+        Raises: OSError or MemoryError if there is no memory.
+        """
+        if self._token_stream is None or num_rows * geometry.bytes_per_slot > _DIRECT_BYTES:
+            return None
+        nbytes = (entries + 2) * 8 + rows_offset(geometry.row_shape[0]) + num_rows * geometry.bytes_per_slot
+        block = self._pool.get(nbytes)
+        if not block.locked:
+            self._pool.put(block)
+            return None
+        return Staged(block, self._pool, entries, geometry, num_rows)
+
+    def complete(self, staged: Staged) -> Pending:
+        """The kernels that write to it are queued on the current stream: what there is once they are done."""
+        handle = streams.current(self.device)
+        stream = self._streams.get(handle)
+        if stream is None:
+            stream = self._streams[handle] = streams.stream(handle, self.device)
+        return staged.complete(stream)
 
     def gather_chunks(self, buffer: SlotBuffer, slots: Slots) -> Iterator[Pending]:
         """The rows of `slots` (a prefix hit, of any length) in pieces of at most `chunk_bytes`, in order.
@@ -169,11 +245,21 @@ class _Block:
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         memory = np.frombuffer(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=np.uint8)
+        self.array = memory
+        self.address = memory.ctypes.data
         self.memory = torch.from_numpy(memory)
         self.copied = torch.cuda.Event()
-        if _lock_pages(self.memory):
+        self._longs: torch.Tensor = self.memory[:0].view(torch.int64)
+        self.locked = _lock_pages(self.memory)
+        if self.locked:
             # Whoever drops a block with a copy under way waits for it here: the device writes to these pages.
             weakref.finalize(self, _unlock_pages, self.memory, self.copied)
+
+    def longs(self, count: int) -> torch.Tensor:
+        """int64 [count] at the beginning. Steps ask for the same again and again."""
+        if len(self._longs) != count:
+            self._longs = self.memory[: count * 8].view(torch.int64)
+        return self._longs
 
 
 class _Pool:

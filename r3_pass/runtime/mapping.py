@@ -1,11 +1,13 @@
 """The slot mapping of a step: checked at the edge, kept in one tensor that never moves.
 
-    static: int64 [2 + max_tokens] = [tokens, 0, slot of token 0, slot of token 1, ..., -1, -1]
+    static: int64 [4 + max_tokens] = [tokens, export, rows, 0, slot of token 0, slot of token 1, ..., -1, -1]
 
-The first two entries are the header that `passes.ops.record` reads; so one copy tells a captured CUDA graph all of a step.
+The first four entries are the header that `passes.ops.record` reads; so one copy tells a captured CUDA graph all of a step.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +15,12 @@ import torch
 from torch import Tensor
 
 from r3_pass.errors import BufferLayoutError
-from r3_pass.passes.ops import HEADER
+from r3_pass.passes.ops import HEADER, HEADER_EXPORT, HEADER_ROWS, HEADER_TOKENS
+from r3_pass.runtime.memory import allocate
+from r3_pass.runtime.pinned import pinned
+
+if TYPE_CHECKING:
+    from r3_pass.runtime.export import Staged
 
 Slots = Tensor | npt.ArrayLike
 
@@ -29,9 +36,10 @@ class SlotMapping:
     def __init__(self, max_tokens: int, device: torch.device) -> None:
         self.max_tokens = max_tokens
         self.device = device
-        with torch.inference_mode(False):
-            self.static = torch.full((HEADER + max_tokens,), -1, dtype=torch.int64, device=device)
+        self.static = allocate((HEADER + max_tokens,), torch.int64, device, f"the slot mapping of {max_tokens} tokens")
         self._used = 0
+        self._tokens = self.static[HEADER_TOKENS : HEADER_TOKENS + 1]
+        self._part = self.static[:0]
 
     def check(self, slots: Slots, num_slots: int, segment_tokens: int) -> npt.NDArray[np.int64] | Tensor:
         """The mapping as int64 on the host, checked; or as it is if it lies on the device, where the kernel checks it.
@@ -90,31 +98,47 @@ class SlotMapping:
                 f"the segments cover {segment_tokens} tokens, the slot mapping has {length} entries. Give one slot a token."
             )
 
+    def entries(self, length: int) -> int:
+        """How much of the static tensor a mapping of this length replaces: what the one before it left, too."""
+        return HEADER + max(length, self._used)
+
+    def put_staged(self, slots: npt.NDArray[np.int64], staged: Staged) -> None:
+        """As `put`, through memory of the step's own, in which the record kernel also leaves the rows."""
+        length, mapping = len(slots), staged.mapping
+        self._used = length
+        mapping[HEADER_TOKENS], mapping[HEADER_EXPORT], mapping[HEADER_ROWS] = length, staged.address, staged.num_rows
+        mapping[HEADER : HEADER + length] = slots
+        mapping[HEADER + length :] = -1
+        if len(self._part) != len(mapping):
+            self._part = self.static[: len(mapping)]
+        staged.upload(self._part)
+
     def put(self, slots: npt.NDArray[np.int64] | Tensor) -> None:
         """Queue the mapping of a step into the static tensor, -1 behind it."""
         length = len(slots)
         reach = max(length, self._used)
         self._used = length
         if isinstance(slots, Tensor):
-            self.static[HEADER + length : HEADER + reach] = -1
+            self.static[HEADER + length : HEADER + reach].fill_(-1)
             self.static[HEADER : HEADER + length].copy_(slots)
-            self.static[0] = length
+            self.static[HEADER_EXPORT : HEADER_EXPORT + 1].fill_(-1)
+            self._tokens.fill_(length)
             return
         staged = np.full(HEADER + reach, -1, dtype=np.int64)
         staged[0] = length
         staged[HEADER : HEADER + length] = slots
         host = torch.from_numpy(staged)
         if self.device.type == "cuda":
-            host = host.pin_memory()
+            host = pinned(host)
         self.static[: HEADER + reach].copy_(host, non_blocking=True)
 
     def close(self) -> None:
         """Queue that no step is running: a graph that is replayed now writes nothing."""
-        self.static[0] = -1
+        self._tokens.fill_(-1)
 
     def open(self, tokens: int) -> None:
         """Queue that the step that was closed goes on."""
-        self.static[0] = tokens
+        self._tokens.fill_(tokens)
 
     def slots(self, count: int) -> Tensor:
         """The first `count` slots of the step, on the device."""

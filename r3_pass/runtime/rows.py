@@ -26,7 +26,7 @@ CHUNK_BYTES = 4 * 2**20
 
 # Settled chunks hold at most this many times their live rows. Bookkeeping here and in `sequences` adds about 20 bytes a
 # row: for rows of 400 bytes and more the whole stays below 1.25 times.
-_SLACK = 1.2
+SLACK = 1.2
 
 # Where the system has it: a chunk's pages are made in one call, not by a fault each in the steps that write them (which
 # took ten times as long as the copy itself).
@@ -146,18 +146,28 @@ class RowLog:
         """Bytes of rows in memory. Bookkeeping adds up to 9 bytes a row."""
         return (self._settled_held + self._open * self._chunk_rows) * self.row_bytes
 
+    @property
+    def host_bytes(self) -> int:
+        """`held_bytes` and the bookkeeping."""
+        kept = (array for chunk in self._chunks for array in (chunk.numbers, chunk.alive, chunk.filled))
+        return self.held_bytes + sum(array.nbytes for array in kept if array is not None)
+
     def reserve(self, num_rows: int) -> int:
-        """Give out `num_rows` consecutive numbers, whose rows arrive later. Returns the first."""
+        """Give out `num_rows` consecutive numbers, whose rows arrive later. Returns the first.
+
+        Raises: OSError or MemoryError if there is no memory for them; nothing is changed then.
+        """
         assert num_rows >= 0
         first = self._next
         stop = first + num_rows
-        while self._next < stop:
-            offset = self._next % self._chunk_rows
-            if offset == 0:
-                self._chunks.append(_Chunk(self._next, self._chunk_rows, self.row_shape))
-                self._starts.append(self._next)
-                self._open += 1
-            chunk = self._chunks[-1]
+        starts = range(-(-first // self._chunk_rows) * self._chunk_rows, stop, self._chunk_rows)
+        fresh = [_Chunk(start, self._chunk_rows, self.row_shape) for start in starts]
+        begun = self._chunks[-1:] if first % self._chunk_rows else []
+        self._chunks += fresh
+        self._starts += starts
+        self._open += len(fresh)
+        for chunk in (*begun, *fresh):
+            offset = self._next - chunk.start
             count = min(self._chunk_rows - offset, stop - self._next)
             chunk.alive[offset : offset + count] = True
             chunk.live += count
@@ -198,6 +208,19 @@ class RowLog:
             assert chunk.filled is None or chunk.filled[where].all(), "a row that has not arrived"
             # "clip" lets take() write straight into `out`; find() has checked the indices.
             np.take(chunk.rows, where, axis=0, out=out[start:stop], mode="clip")
+        return out
+
+    def pieces(self, numbers: Numbers) -> Iterator[tuple[int, Rows]]:
+        """`take`, a chunk's worth of rows at a time, each with the index of its first."""
+        for first in range(0, len(numbers), self._chunk_rows):
+            yield first, self.take(numbers[first : first + self._chunk_rows])
+
+    def arrived(self, numbers: Numbers) -> npt.NDArray[np.bool_]:
+        """bool[n]: which of the rows with these numbers, all alive, are there."""
+        out = np.ones(len(numbers), dtype=np.bool_)
+        for chunk, start, stop in self._runs(numbers):
+            if chunk.filled is not None:
+                out[start:stop] = chunk.filled[chunk.find(numbers[start:stop])]
         return out
 
     def free(self, numbers: Numbers) -> None:
@@ -246,12 +269,12 @@ class RowLog:
 
     def _enforce_slack(self) -> None:
         """Compact the sparsest chunks until the bound holds: a row freed costs a few rows moved, no more."""
-        if self._settled_held <= _SLACK * self._settled_live:
+        if self._settled_held <= SLACK * self._settled_live:
             return
         settled = [chunk for chunk in self._chunks if chunk.settled]
         for chunk in sorted(settled, key=lambda chunk: chunk.live / len(chunk.rows)):
             self._reclaim(chunk)
-            if self._settled_held <= _SLACK * self._settled_live:
+            if self._settled_held <= SLACK * self._settled_live:
                 return
 
     def _reclaim(self, chunk: _Chunk) -> None:
@@ -310,4 +333,4 @@ class RowLog:
         assert self._settled_live == sum(chunk.live for chunk in settled)
         assert self._settled_held == sum(len(chunk.rows) for chunk in settled)
         assert self.held_bytes == sum(chunk.rows.nbytes for chunk in self._chunks)
-        assert self.held_bytes <= _SLACK * self.live_bytes + self._open * self.chunk_bytes
+        assert self.held_bytes <= SLACK * self.live_bytes + self._open * self.chunk_bytes

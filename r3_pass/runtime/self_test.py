@@ -1,10 +1,10 @@
 """The start-up self-test: recorded ids beside those of the uncompiled model.
 
 The oracle knows nothing of graphs, forms or routers: it runs the model eagerly, watches every operator that selects something
-(a dispatch mode) while a decoder layer runs (hooks), and asks whether one of the layer's selections returned exactly what was
-recorded for it. A row that differs where the k-th and the next score all but tie is told apart from one that is wrong.
+(a dispatch mode) while a decoder layer runs (hooks), and asks whether one of the layer's selections among its experts returned
+exactly what was recorded for it. A row that differs only in choices whose scores all but tie is told apart from one that is wrong.
 
-Legend: T tokens of the probe, K top-k.
+Legend: T tokens of the probe, E experts, K top-k.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SELECTIONS = {
 }
 
 NEAR_TIE = 1e-4
-"""A gap between two scores, relative to the spread of the row's scores, below which another order is no error."""
+"""A gap between two scores, relative to the spread of the row's scores, below which the one in place of the other is no error."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,7 @@ class LayerResult:
 
     Attributes:
         rows, equal: tokens, and those whose recorded ids are the eager model's, in its order.
-        near_ties: rows that differ where two scores all but tie.
+        near_ties: rows that differ, but in experts whose scores all but tie with those of the eager model's.
         selection: the operator whose choice it was, as the oracle saw it; "" if none fits.
         margin: smallest relative gap between the last chosen and the next score over all rows; nan if no scores were seen.
     """
@@ -86,8 +86,11 @@ class SelfTest:
 
 @dataclasses.dataclass(frozen=True)
 class _Choice:
+    """One selection: what it ran over (None if no scores), among how many, and what it returned."""
+
     name: str
     scores: Tensor | None
+    among: int | None
     ids: Tensor
 
 
@@ -101,13 +104,24 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        name = func._schema.name.partition("::")[2]
-        if self.running and name in _SELECTIONS:
-            ids = result[1] if isinstance(result, tuple | list) and len(result) == 2 else result
-            scores = args[0] if args and isinstance(args[0], Tensor) and args[0].is_floating_point() else None
-            if isinstance(ids, Tensor) and not ids.is_floating_point() and ids.dtype != torch.bool:
-                self.choices.setdefault(self.running[-1], []).append(_Choice(name, scores, ids.detach().clone()))
+        namespace, _, name = func._schema.name.partition("::")
+        custom = namespace not in ("aten", "prims")
+        if self.running and (custom or name in _SELECTIONS):
+            scores = next((a for a in args if isinstance(a, Tensor)), None)
+            scores = scores if scores is not None and scores.is_floating_point() and scores.dim() else None
+            among = scores.shape[_dimension(name, args, kwargs or {})] if scores is not None and not custom else None
+            for ids in result if isinstance(result, tuple | list) else [result]:
+                if isinstance(ids, Tensor) and not ids.is_floating_point() and ids.dtype != torch.bool:
+                    found = _Choice(f"{namespace}::{name}" if custom else name, scores, among, ids.detach().clone())
+                    self.choices.setdefault(self.running[-1], []).append(found)
         return result
+
+
+def _dimension(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """Which dimension a selection runs along."""
+    place = 2 if name == "topk" else 1
+    given = kwargs.get("dim", args[place] if len(args) > place else -1)
+    return given if isinstance(given, int) and name not in ("multinomial", "embedding", "index", "gather") else -1
 
 
 @contextlib.contextmanager
@@ -134,6 +148,7 @@ def _watching(layers: dict[int, nn.Module]) -> Iterator[_Watch]:
 def compare(
     model: nn.Module,
     layers: dict[int, nn.Module],
+    experts: Mapping[int, int],
     recorded: npt.NDArray[np.int16],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
@@ -142,6 +157,8 @@ def compare(
 
     Args:
         layers: decoder layer to its block, for each stored layer.
+        experts: how many experts the modules of a layer show, where they do: a selection among fewer, or more than twice as many,
+            is not its router's.
         recorded: int16 [T, num_layers, top_k], of the same batch.
         args, kwargs: the batch; what is compiled in the model runs uncompiled.
 
@@ -149,7 +166,9 @@ def compare(
     """
     with _watching(layers) as watch:
         model(*args, **kwargs)
-    result = SelfTest(tuple(_judge(i, recorded[:, i], watch.choices.get(i, [])) for i in sorted(layers)))
+    result = SelfTest(
+        tuple(_judge(i, recorded[:, i], _among(watch.choices.get(i, []), experts.get(i))) for i in sorted(layers))
+    )
     if not result.ok:
         raise RefusedConfiguration(
             f"the self-test failed: recorded ids differ from the uncompiled model's.\n{result}\nDo not train on these "
@@ -178,6 +197,13 @@ def tokens_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     return int(ids.numel()) if ids is not None else int(tensors[0].shape[:-1].numel())
 
 
+def _among(choices: list[_Choice], experts: int | None) -> list[_Choice]:
+    """Selections that can be among a layer's experts, zero experts or padding included."""
+    if experts is None:
+        return choices
+    return [c for c in choices if c.among is None or experts <= c.among <= 2 * experts]
+
+
 def _judge(layer: int, rows: npt.NDArray[np.int16], choices: list[_Choice]) -> LayerResult:
     """The choice that explains most rows, and what is wrong with the others."""
     width = int((rows >= 0).any(axis=0).sum())
@@ -185,8 +211,8 @@ def _judge(layer: int, rows: npt.NDArray[np.int16], choices: list[_Choice]) -> L
     best = LayerResult(layer, len(rows), 0, 0, "", float("nan"))
     for choice, ids in _candidates(choices, len(rows), width):
         same = (got == ids).all(-1)
+        ties = int((~same & _tied(choice, got, ids)).sum())
         gaps = _margins(choice, len(rows), width)
-        ties = int((~same & (gaps <= NEAR_TIE)).sum()) if gaps is not None else 0
         margin = float(gaps.min()) if gaps is not None else float("nan")
         result = LayerResult(layer, len(rows), int(same.sum()), ties, choice.name, margin)
         if result.equal > best.equal or not best.selection:
@@ -206,6 +232,20 @@ def _candidates(choices: list[_Choice], rows: int, width: int) -> Iterator[tuple
     for first in range(len(single) - width + 1):
         run = single[first : first + width]
         yield run[0][0], torch.cat([ids for _, ids in run], 1)
+
+
+def _tied(choice: _Choice, got: Tensor, ids: Tensor) -> Tensor:
+    """bool [T]: the recorded ids are other experts, or in another order, but each scores as much as the one in its place."""
+    none = torch.zeros(len(got), dtype=torch.bool)
+    if choice.scores is None or choice.scores.numel() % len(got):
+        return none
+    scores = choice.scores.detach().float().cpu().reshape(len(got), -1)
+    if not scores.shape[1] > int(torch.maximum(got, ids).max()) or int(got.min()) < 0:
+        return none
+    finite = torch.where(torch.isfinite(scores), scores, torch.zeros_like(scores))
+    apart = (scores.gather(1, got) - scores.gather(1, ids)).abs()
+    once = (got.sort(-1).values.diff(dim=-1) != 0).all(-1)
+    return once & (apart <= NEAR_TIE * finite.std(-1, keepdim=True)).all(-1)
 
 
 def _margins(choice: _Choice, rows: int, width: int) -> Tensor | None:

@@ -104,6 +104,12 @@ class SequenceTable:
         self._resolved_ids: tuple[Hashable, ...] | None = None  # last question to _resolve, None when out of date
         self._resolved = np.zeros(0, dtype=np.int64)
 
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the rows in memory, and of the arrays that say whose they are."""
+        arrays = (self._end, self._kept, self._capacity, self._table, self._pointers)
+        return self.rows.host_bytes + sum(array.nbytes for array in arrays)
+
     def __len__(self) -> int:
         return len(self._index)
 
@@ -138,9 +144,10 @@ class SequenceTable:
         where the segment ends. Positions that `preempt` froze stay, with the row that they have.
 
         Returns: the number of the first token's row; the others follow, `batch.num_tokens` in all, to be filled.
-        Raises: as `check`.
+        Raises: as `check`; OSError or MemoryError if there is no memory for the rows.
         """
         indices, continues = self._match(batch)
+        first = self.rows.reserve(batch.num_tokens)
         if np.minimum.reduce(indices, initial=_NOBODY + 1) == _NOBODY:
             self._register(batch.request_ids)
             indices = self._resolve(batch.request_ids)
@@ -148,7 +155,6 @@ class SequenceTable:
         if short.any():
             for i in np.flatnonzero(short).tolist():
                 self._add_pages(int(indices[i]), int(batch.stops[i]))
-        first = self.rows.reserve(batch.num_tokens)
         numbers = np.arange(first, first + batch.num_tokens)
         owners, positions = indices, batch.starts
         if batch.num_tokens > len(indices):
@@ -172,15 +178,21 @@ class SequenceTable:
             self._kept[index] = max(int(self._kept[index]), min(int(self._end[index]), num_tokens - 1))
 
     def finish(
-        self, request_id: Hashable, num_tokens: int, check: Callable[[Hashable, Rows], None] | None = None
+        self,
+        request_id: Hashable,
+        num_tokens: int,
+        check: Callable[[Hashable, int, Rows], None] | None = None,
+        start: int = 0,
     ) -> Rows:
         """Hand over the rows of the first `num_tokens - 1` positions, and forget the request.
 
         Args:
-            check: looks at the rows before they leave; what it raises leaves the request as it is.
+            check: looks at the rows before they leave, given the request, the first position and them; what it raises leaves the
+                request as it is.
+            start: first position that is handed over.
 
-        Returns: int16[num_tokens - 1, M, K], C-contiguous, read-only.
-        Raises: MissingRoutes if the request is unknown, or has fewer rows: then it stays as it is.
+        Returns: int16[num_tokens - 1 - start, M, K], C-contiguous, read-only.
+        Raises: MissingRoutes if the request is unknown, has fewer rows, or one of these never arrived: then it stays as it is.
         """
         _check_num_tokens(request_id, num_tokens)
         if request_id not in self._index:
@@ -195,12 +207,22 @@ class SequenceTable:
                 f"exist. Position {end} was in no segment and no prefix_hit. The request stays registered: "
                 "abort(request_id, num_tokens) returns the rows that exist."
             )
-        return self._hand_over(request_id, num_tokens - 1, check)
+        numbers = self.numbers(request_id)[start : num_tokens - 1]
+        lost = np.flatnonzero(~self.rows.arrived(numbers))
+        if lost.size:
+            raise MissingRoutes(
+                f"Request {request_id!r}, position {start + int(lost[0])} ({lost.size} of {len(numbers)} rows): its row was "
+                "recorded, and its copy from the device never arrived. The request stays registered: abort(request_id, "
+                "num_tokens) returns the rows before it."
+            )
+        return self._hand_over(request_id, numbers, start, check)
 
-    def abort(self, request_id: Hashable, num_tokens: int) -> Rows:
+    def abort(self, request_id: Hashable, num_tokens: int, start: int = 0) -> Rows:
         """As `finish`, with as many of those rows as exist: none of a request never seen."""
         _check_num_tokens(request_id, num_tokens)
-        return self._hand_over(request_id, min(self.end(request_id), num_tokens - 1))
+        numbers = self.numbers(request_id)[start : num_tokens - 1]
+        lost = np.flatnonzero(~self.rows.arrived(numbers))
+        return self._hand_over(request_id, numbers[: int(lost[0])] if lost.size else numbers, start)
 
     def drop(self, request_id: Hashable) -> None:
         """Forget the request and its rows, if it is known. Rows on their way then attach to nothing."""
@@ -215,6 +237,7 @@ class SequenceTable:
         self._free_indices.append(index)
         del self._index[request_id]
         self._resolved_ids = None
+        self._shrink()
 
     def clear(self) -> None:
         """Forget all requests."""
@@ -222,23 +245,29 @@ class SequenceTable:
             self.drop(request_id)
 
     def truncate(self, request_id: Hashable, end: int) -> None:
-        """Forget the rows of positions from `end` on; frozen ones too."""
+        """Forget the rows of positions from `end` on, but for those that preempt froze."""
         index = self._index.get(request_id)
-        if index is None or end >= self._end[index]:
+        if index is None:
+            return
+        end = max(end, int(self._kept[index]))
+        if end >= self._end[index]:
             return
         positions = np.arange(end, int(self._end[index]))
         where = self._where(np.full(len(positions), index), positions)
         self.rows.free(self._pointers[where])
         self._pointers[where] = _NONE
         self._end[index] = end
-        self._kept[index] = min(int(self._kept[index]), end)
 
     def _hand_over(
-        self, request_id: Hashable, num_rows: int, check: Callable[[Hashable, Rows], None] | None = None
+        self,
+        request_id: Hashable,
+        numbers: Numbers,
+        start: int,
+        check: Callable[[Hashable, int, Rows], None] | None = None,
     ) -> Rows:
-        rows = self.rows.take(self.numbers(request_id)[:num_rows])
+        rows = self.rows.take(numbers)
         if check is not None:
-            check(request_id, rows)
+            check(request_id, start, rows)
         rows.flags.writeable = False
         self.drop(request_id)
         return rows
@@ -315,6 +344,32 @@ class SequenceTable:
         pages = [self._free_pages.pop() for _ in range(need - have)]
         self._table[index, have:need] = np.multiply(pages, _PAGE)
         self._capacity[index] = need * _PAGE
+
+    def _shrink(self) -> None:
+        """Lay the bookkeeping out anew once a third of it would do: what a crowd of requests took does not stay taken."""
+        num_pages = len(self._pointers) // _PAGE
+        used = num_pages - len(self._free_pages)
+        size = 2 * (len(self._index) + 1)
+        width = max(int(np.maximum.reduce(self._capacity)) >> _PAGE_BITS, 1)
+        if 3 * (used + 1) > num_pages and 3 * size * width > self._table.size:
+            return
+        owners = np.array([_NOBODY, *self._index.values()])
+        count = len(owners)
+        table = np.zeros((size, width), dtype=np.int64)
+        table[:count] = self._table[owners, :width]
+        self._end, self._kept, self._capacity = (
+            np.concatenate((of[owners], np.zeros(size - count, dtype=np.int64)))
+            for of in (self._end, self._kept, self._capacity)
+        )
+        where = _spread(np.arange(count), np.zeros(count, dtype=np.int64), self._capacity[:count] >> _PAGE_BITS)
+        pointers = np.full(2 * (used + 1) * _PAGE, _NONE)
+        if used:
+            pointers[: used * _PAGE] = self._pointers.reshape(-1, _PAGE)[table[where] >> _PAGE_BITS].reshape(-1)
+        table[where] = np.arange(used) * _PAGE
+        self._table, self._pointers = table, pointers
+        self._free_pages = list(range(2 * used + 1, used - 1, -1))
+        self._index = {request_id: index for index, request_id in enumerate(self._index, start=1)}
+        self._free_indices = list(range(size - 1, count - 1, -1))
 
     def check_integrity(self) -> None:
         """Assert every invariant, those of the row log too. For tests: looks at all rows."""

@@ -13,6 +13,8 @@ import numpy.typing as npt
 import torch
 
 from r3_pass.errors import BufferLayoutError
+from r3_pass.runtime.memory import allocate
+from r3_pass.runtime.pinned import pinned
 
 # Of an id that nothing was routed to, and of every id of a void row.
 VOID = -1
@@ -70,6 +72,10 @@ class Geometry:
         """The whole buffer: S + 1 rows."""
         return self.num_slots * self.bytes_per_slot + self.spare_row_bytes
 
+    def bytes_per_block(self, block_size: int) -> int:
+        """What a KV block of `block_size` slots costs beside its KV."""
+        return block_size * self.bytes_per_slot
+
     def expand(self, rows: npt.NDArray[np.int16]) -> npt.NDArray[np.int16]:
         """int16[n, M, K] -> a new int16[n, L, K]: stored columns at their decoder layer, -1 at all others.
 
@@ -96,15 +102,15 @@ class SlotBuffer:
     can raise without waiting) outside the buffer, belongs to no row: reading it gives -1, writing it changes the spare
     row only.
 
+    Raises: RefusedConfiguration, when made, if the device has no room for it.
     Raises, in all methods: ValueError if slots on the host lie outside -1 .. S - 1, or are not a vector of integers.
     """
 
     def __init__(self, geometry: Geometry, device: torch.device | str) -> None:
         self.geometry = geometry
-        # A tensor made under inference_mode could not be written outside of it.
-        with torch.inference_mode(False):
-            shape = (geometry.num_slots + 1, *geometry.row_shape)
-            self.data = torch.full(shape, VOID, dtype=torch.int16, device=device)
+        shape = (geometry.num_slots + 1, *geometry.row_shape)
+        what = f"the slot buffer ({geometry.num_slots} slots of {geometry.bytes_per_slot} bytes and a spare row)"
+        self.data = allocate(shape, torch.int16, torch.device(device), what)
 
     @property
     def device(self) -> torch.device:
@@ -170,7 +176,7 @@ class SlotBuffer:
     def _on_device(self, slots: Slots) -> torch.Tensor:
         checked = self.checked(slots)
         if self.device.type == "cuda" and checked.device.type == "cpu":
-            checked = checked.pin_memory()  # from pageable memory a long upload waits for the stream
+            checked = pinned(checked)  # from pageable memory a long upload waits for the stream
         return checked.to(self.device, non_blocking=True)
 
     def check_integrity(self) -> None:

@@ -121,7 +121,7 @@ def measure(name: str, token_counts: list[int], rounds: int, replays: int, captu
             "off": [captured(functools.partial(on, x)) for _ in range(captures)],
             "per layer": [captured(functools.partial(off, x, wide[torch.int32], slots)) for _ in range(captures)],
             "per layer 8": [captured(functools.partial(off, x, wide[torch.int64], slots)) for _ in range(captures)],
-            "r3_pass": [_captured_with(session, on, x, padding) for _ in range(captures)],
+            "r3_pass": [captured_with(session, on, x, padding) for _ in range(captures)],
         }
         for graph in graphs["r3_pass"]:
             with session.step(slots):
@@ -150,7 +150,7 @@ def measure(name: str, token_counts: list[int], rounds: int, replays: int, captu
     return results
 
 
-def _captured_with(session: r3_pass.runtime.Session, model: Any, x: Tensor, padding: Tensor) -> torch.cuda.CUDAGraph:
+def captured_with(session: r3_pass.runtime.Session, model: Any, x: Tensor, padding: Tensor) -> torch.cuda.CUDAGraph:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -46,6 +46,7 @@ class Case:
         also: verdicts that are no fault either, where reasonable people differ.
         reason: for refused, a pattern that the error's text must have.
         ordered: whether the router promises an order of its K choices.
+        slow: left out of CI; the table of architectures has it.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Case:
     ordered: bool = True
     inputs: Callable[[], Inputs] = lambda: tokens((2, 6), (3, 5))
     seed: int = 0
+    slow: bool = False
 
     def build(self) -> tuple[nn.Module, Inputs]:
         torch.manual_seed(zlib.crc32(self.name.encode()) + self.seed)

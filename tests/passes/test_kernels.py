@@ -11,10 +11,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from r3_pass.passes.ops import HEADER, STATE_CALLS, record_reference
+from r3_pass.passes.ops import HEADER, STATE_CALLS, record_reference, rows_offset
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs inside test_in_the_interpreter")
@@ -112,6 +113,32 @@ def test_wrong_slots(columns: list[int]) -> None:
 
 
 @interpreted
+@pytest.mark.parametrize("num_rows", [0, 3, 5])
+def test_rows_for_the_host(num_rows: int) -> None:
+    """State and the first rows land where the header says, in no case behind them; the state of the device stays."""
+    from r3_pass.passes import kernels
+
+    slots, top_k = [7, -1, 3, 12, 5], 3
+    ids = [random_ids(5, 3), random_ids(5, 2), random_ids(5, 3)]
+    buffer = torch.full((S + 1, M, top_k), 77, dtype=torch.int16)
+    state = torch.zeros(STATE_CALLS + M, dtype=torch.int32)
+    host = np.full(rows_offset(M) + (num_rows + 1) * M * top_k * 2, 55, np.uint8)
+    host[: 4 * (STATE_CALLS + M)] = 0
+    mapping = torch.tensor([5, host.ctypes.data, num_rows, 0, *slots])
+    kernels.record(buffer, state, mapping, torch.tensor([2, 0, 1]), ids)
+    assert state.tolist() == [0, 0, 0, 0]
+    assert host[: 4 * (STATE_CALLS + M)].view(np.int32).tolist() == [0, 1, 1, 1]
+    rows = host[rows_offset(M) :].view(np.int16).reshape(num_rows + 1, M, top_k)
+    untouched = np.int16(55 * 257)
+    for token, slot in enumerate(slots[:num_rows]):
+        assert (rows[token] == (untouched if slot < 0 else buffer[slot].numpy())).all()
+    assert (rows[num_rows:] == untouched).all()
+    mapping[HEADER] = S  # out of range
+    kernels.record(buffer, state, mapping, torch.tensor([2, 0, 1]), ids)
+    assert host[:4].view(np.int32).tolist() == [2] and not state.any()
+
+
+@interpreted
 def test_sites_that_are_not_stored() -> None:
     """Column -1 would be the last layer of the slot before."""
     buffer, state = both([4, 5, 6, 7], [random_ids(4)] * M, [-1, 1, -1])
@@ -154,7 +181,7 @@ def test_addresses_that_come_again() -> None:
 
     ids = [random_ids(4) for _ in range(2)]
     columns = torch.tensor([0, 1])
-    mapping = torch.tensor([4, -1, 0, 1, 2, 3])
+    mapping = torch.tensor([4, -1, 0, 0, 0, 1, 2, 3])
     for order in ([0, 1], [1, 0], [0, 1]):
         for tensor in ids:
             tensor.copy_(random_ids(4))
@@ -169,7 +196,7 @@ def test_many_addresses() -> None:
     """More different tables than are kept: the oldest go, none is mixed up."""
     from r3_pass.passes import kernels
 
-    columns, mapping = torch.tensor([0]), torch.tensor([2, -1, 0, 1])
+    columns, mapping = torch.tensor([0]), torch.tensor([2, -1, 0, 0, 0, 1])
     pool = random_ids(400)
     for start in list(range(0, 300, 2)) * 2:
         buffer = torch.full((S + 1, 1, 2), -1, dtype=torch.int16)

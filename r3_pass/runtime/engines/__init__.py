@@ -2,7 +2,8 @@
 
 from r3_pass.runtime.engines.base import EngineAdapter
 from r3_pass.runtime.engines.transformers import TransformersAdapter
+from r3_pass.runtime.refusals import Deployment
 
 ADAPTERS: tuple[type[EngineAdapter], ...] = (TransformersAdapter,)
 
-__all__ = ["ADAPTERS", "EngineAdapter", "TransformersAdapter"]
+__all__ = ["ADAPTERS", "Deployment", "EngineAdapter", "TransformersAdapter"]

@@ -44,7 +44,9 @@ What an adapter must get right, each of which some recorder got wrong before:
    is the graph that serves later; drafters run under `session.paused()`.
 5. **One request's trouble is one request's.** `StaleRoutes` or `MissingRoutes` from `prefix_hit` and `finish` fail that
    request through the engine's own error channel; what `step` raises stops the engine, since no later row could be trusted.
-6. **`uninstall` leaves the engine as it was**, also while its thread runs. A session calls it without holding its own lock.
+6. **What cannot be recorded is said, not tried**: `deployment` states how the engine runs (pipeline parallel, KV offload, ...),
+   and `attach` refuses by it.
+7. **`uninstall` leaves the engine as it was**, also while its thread runs. A session calls it without holding its own lock.
 """
 
 from abc import ABC, abstractmethod
@@ -55,6 +57,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 from torch import nn
+
+from r3_pass.runtime.refusals import Deployment
 
 if TYPE_CHECKING:
     from r3_pass.runtime.sequences import SegmentBatch
@@ -87,11 +91,11 @@ class RecordingSession(Protocol):
     def preempt(self, request_id: Hashable, num_tokens: int) -> None:
         """The request's KV is gone and its num_tokens tokens will be forwarded again; exported rows stay."""
 
-    def finish(self, request_id: Hashable, num_tokens: int) -> Rows:
-        """int16 [num_tokens - 1, num_layers, top_k]. Raises MissingRoutes if a row is missing."""
+    def finish(self, request_id: Hashable, num_tokens: int, start: int = 0) -> Rows:
+        """int16 [num_tokens - 1 - start, num_layers, top_k]. Raises MissingRoutes if a row is missing."""
 
-    def abort(self, request_id: Hashable, num_tokens: int) -> Rows:
-        """The rows that the request has, num_tokens - 1 at most, from position 0 without a gap."""
+    def abort(self, request_id: Hashable, num_tokens: int, start: int = 0) -> Rows:
+        """As many of these rows as the request has, without a gap."""
 
     def wake(self, num_slots: int, max_tokens: int) -> None:
         """A KV cache of num_slots slots and steps of up to max_tokens tokens now exist; every row is void."""
@@ -134,6 +138,11 @@ class EngineAdapter(ABC):
     def backends(self) -> tuple[object, ...]:
         """The Dynamo backends (objects or registered names) that the engine itself compiles with, as far as known."""
         return ()
+
+    @property
+    def deployment(self) -> Deployment:
+        """The facts of the engine that decide whether it can be recorded; `attach` refuses by them. By default: one process."""
+        return Deployment()
 
     @abstractmethod
     def install(self, session: RecordingSession) -> None:

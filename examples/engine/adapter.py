@@ -1,0 +1,157 @@
+"""r3_pass on this engine: what an adapter has to know, and nothing else.
+
+    session = r3_pass.runtime.attach(ReferenceAdapter(engine))
+    engine.generate(prompts)[0].routed_experts
+
+Nothing in the engine knows of it. The seven methods that it wraps are where any engine decides the same things:
+
+| what happens in the engine | what the session is told |
+|---|---|
+| blocks leave the free list | `assign`: their rows are void |
+| blocks are copied to others | `move` |
+| a request starts past position 0, or starts over | `prefix_hit`, `preempt` |
+| a forward of the target | `step`: the slot of each token, and whose it is |
+| forwards of the drafter | `paused`: they write nothing |
+| a result leaves | `finish`, or `abort` |
+| weights, sleep, wake | `weights_changed`, `release`, `wake` |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor, nn
+
+from engine.engine import Engine
+from engine.model_runner import Batch
+from engine.sequence import Result, Sequence
+from r3_pass import MissingRoutes, StaleRoutes
+from r3_pass.runtime import SegmentBatch
+from r3_pass.runtime.engines import EngineAdapter
+
+Blocks = list[int]
+
+
+class ReferenceAdapter(EngineAdapter):
+    def __init__(self, engine: Engine) -> None:
+        super().__init__()
+        self.engine = engine
+        self.session: Any = None
+
+    @classmethod
+    def accepts(cls, engine: object) -> bool:
+        return isinstance(engine, Engine)
+
+    @property
+    def model(self) -> nn.Module:
+        return self.engine.runner.model
+
+    @property
+    def num_slots(self) -> int:
+        return self.engine.blocks.num_blocks * self.engine.blocks.block_size
+
+    @property
+    def max_tokens(self) -> int:
+        """Of the largest forward: a chunk and its padding, or the largest decode."""
+        decode = 2 * self.engine.max_num_seqs * self.engine.runner.query_len
+        return max(self.engine.max_batch_tokens + 8, decode)
+
+    def install(self, session: Any) -> None:
+        self.session = session
+        engine, wrap = self.engine, self.wraps.wrap
+        wrap(engine.runner, "run", self._run)
+        wrap(engine.runner, "run_captured", self._run_captured)
+        wrap(engine.runner, "move_blocks", self._move_blocks)
+        wrap(engine.scheduler, "admit", self._admit)
+        wrap(engine.scheduler, "preempt", self._preempt)
+        wrap(engine, "emit", self._emit)
+        wrap(engine, "update_weights", self._update_weights)
+        wrap(engine, "sleep", self._sleep)
+        wrap(engine, "wake", self._wake)
+        self._wrap_blocks()
+        if engine.drafter is not None:
+            wrap(engine.drafter, "propose", self._propose)
+
+    def uninstall(self) -> None:
+        self.wraps.restore()
+
+    # ---- blocks -------------------------------------------------------------------------------------------------
+    def _wrap_blocks(self) -> None:
+        self.wraps.wrap(self.engine.blocks, "take", self._take)
+
+    def _take(self, take: Callable[[int], Blocks], count: int) -> Blocks:
+        blocks = take(count)
+        self.session.assign(self._slots(blocks))
+        return blocks
+
+    def _move_blocks(self, move_blocks: Callable[[dict[int, int]], None], moved: dict[int, int]) -> None:
+        move_blocks(moved)
+        self.session.move(self._slots(list(moved)), self._slots(list(moved.values())))
+
+    def _slots(self, blocks: Blocks) -> npt.NDArray[np.int64]:
+        """The slots of blocks, in the order of positions."""
+        size = self.engine.blocks.block_size
+        return (np.array(blocks, np.int64)[:, None] * size + np.arange(size)).ravel()
+
+    # ---- requests -----------------------------------------------------------------------------------------------
+    def _admit(self, admit: Callable[[Sequence], None], seq: Sequence) -> None:
+        """A prefix hit. Rows that cannot be vouched for fail this request, not the others."""
+        try:
+            self.session.prefix_hit(seq.request_id, 0, self._slots(seq.block_table)[: seq.num_computed])
+        except (StaleRoutes, MissingRoutes) as error:
+            self.engine.fail(seq, error)
+            return
+        admit(seq)
+
+    def _preempt(self, preempt: Callable[[Sequence], None], seq: Sequence) -> None:
+        self.session.preempt(seq.request_id, seq.num_tokens)
+        preempt(seq)
+
+    def _emit(self, emit: Callable[[Sequence, Result], Result], seq: Sequence, result: Result) -> Result:
+        num_tokens = len(seq.token_ids)
+        try:
+            ended = result.finish_reason in ("abort", "error")
+            collect = self.session.abort if ended else self.session.finish
+            result.routed_experts = collect(seq.request_id, num_tokens)
+        except (StaleRoutes, MissingRoutes) as error:
+            result.error, result.finish_reason = error, "error"
+            result.routed_experts = self.session.abort(seq.request_id, num_tokens)
+        return emit(seq, result)
+
+    # ---- forwards -----------------------------------------------------------------------------------------------
+    def _run(self, run: Callable[[Batch], Tensor], batch: Batch) -> Tensor:
+        chunks = batch.chunks
+        segments = SegmentBatch(
+            [chunk.seq.request_id for chunk in chunks],
+            [chunk.start for chunk in chunks],
+            [chunk.length for chunk in chunks],
+        )
+        with self.session.step(batch.slot_mapping, segments):
+            return run(batch)
+
+    def _run_captured(self, run: Callable[..., Tensor], batch: Batch, *args: Any) -> Tensor:
+        """The step is entered before the capture: its slot mapping is all padding, and a graph input."""
+        with self.session.step(batch.slot_mapping):
+            return run(batch, *args)
+
+    def _propose(self, propose: Callable[[list[Sequence]], None], sequences: list[Sequence]) -> None:
+        with self.session.paused():
+            propose(sequences)
+
+    # ---- life cycle ---------------------------------------------------------------------------------------------
+    def _update_weights(self, update: Callable[..., None], state: Mapping[str, Tensor], version: int) -> None:
+        update(state, version)
+        self.session.weights_changed(version)
+
+    def _sleep(self, sleep: Callable[[], list[Result]]) -> list[Result]:
+        results = sleep()
+        self.session.release()
+        return results
+
+    def _wake(self, wake: Callable[[int], None], num_blocks: int) -> None:
+        wake(num_blocks)
+        self._wrap_blocks()  # the engine has a new block manager
+        self.session.wake(self.num_slots, self.max_tokens)

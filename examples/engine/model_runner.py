@@ -1,0 +1,228 @@
+"""One model's forwards: from scheduled chunks to tensors, through the compiled model or a CUDA graph of it.
+
+Legend: T tokens of the forward (padding included), R sequences, W blocks of the longest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from torch.fx.experimental import _config
+
+from engine.attention import NAME, Paged, Shapes
+from engine.scheduler import Chunk
+
+Ints = npt.NDArray[np.int64]
+
+_PAD = 8
+_SHAPES: Any = _config
+
+
+@dataclasses.dataclass(eq=False)
+class Batch:
+    """A forward as arrays on the host; chunks one after the other from token 0, then padding.
+
+    Attributes:
+        token_ids: int64 [T]; -1 - i where the token is still on the device: the i-th that the forward before sampled.
+        positions, slot_mapping: int64 [T]; a slot of -1 is padding.
+        outputs: int64, the tokens after which one is sampled.
+        query_len: tokens of each sequence, if it is the same for all (a decode); 0 if not.
+    """
+
+    chunks: list[Chunk]
+    token_ids: Ints
+    positions: Ints
+    slot_mapping: Ints
+    block_table: Ints
+    layout: Ints
+    outputs: Ints
+    query_len: int
+
+
+class ModelRunner:
+    """A causal MoE of transformers, its compiled forward and its KV cache."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        backend: Any,
+        num_blocks: int,
+        block_size: int,
+        query_len: int,
+    ) -> None:
+        config: Any = model.config
+        text = config.get_text_config()
+        kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+        if kinds or "position_ids" not in inspect.signature(model.forward).parameters:
+            raise ValueError(f"{type(model).__name__} does not keep all of its state in a KV cache ({sorted(kinds)}).")
+        self.model = model.eval()
+        self.device = next(model.parameters()).device
+        self.dtype = next(model.parameters()).dtype
+        self.block_size = block_size
+        self.query_len = query_len
+        model.set_attn_implementation(NAME)  # type: ignore[operator]
+        self.compiled: Callable[..., Any] = torch.compile(model, backend=backend, dynamic=True)
+        self.shapes = self._shapes()
+        self.kv: list[tuple[Tensor, Tensor]] = []
+        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, dict[str, Tensor], Tensor]] = {}
+        self.sampled = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.allocate(num_blocks)
+
+    def _shapes(self) -> list[tuple[torch.Size, torch.Size]]:
+        probe = Shapes()
+        ids = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
+        with torch.no_grad():
+            self.model(ids, position_ids=torch.arange(2, device=self.device)[None], use_cache=False, paged=probe)
+        if sorted(probe.found) != list(range(len(probe.found))) or not probe.found:
+            raise ValueError(f"{type(self.model).__name__} does not pass keyword arguments on to its attention.")
+        return [probe.found[layer] for layer in sorted(probe.found)]
+
+    # ---- KV cache -----------------------------------------------------------------------------------------------
+    def allocate(self, num_blocks: int) -> None:
+        """A KV cache of `num_blocks` blocks and a bin for padded tokens."""
+        page = (num_blocks + 1, self.block_size)
+        self.kv = [
+            tuple(torch.zeros(*page, *shape, dtype=self.dtype, device=self.device) for shape in shapes)  # type: ignore[misc]
+            for shapes in self.shapes
+        ]
+
+    def release(self) -> None:
+        """Free the KV cache, and the graphs that hold on to it."""
+        self.kv = []
+        self.graphs = {}
+
+    def move_blocks(self, moved: dict[int, int]) -> None:
+        """Copy the KV of blocks to others, none of which is a source."""
+        src, dst = (torch.tensor(list(blocks), device=self.device) for blocks in (moved, moved.values()))
+        for cache in (tensor for pair in self.kv for tensor in pair):
+            cache[dst] = cache[src]
+
+    # ---- batches ------------------------------------------------------------------------------------------------
+    def batch(self, chunks: Sequence[Chunk], token_ids: Sequence[Ints]) -> Batch:
+        """Chunks of sequences and their tokens, those with `query_len` tokens (decodes) first."""
+        size = self.block_size
+        num = next((i for i, chunk in enumerate(chunks) if chunk.length != self.query_len), len(chunks))
+        lengths = np.array([chunk.length for chunk in chunks])
+        firsts = np.cumsum(lengths) - lengths
+        total = int(lengths.sum())
+        starts = np.array([chunk.start for chunk in chunks])
+        positions = np.arange(total) + np.repeat(starts - firsts, lengths)
+        rows = self._padded_rows(len(chunks)) if num == len(chunks) else len(chunks) + 2
+        padded = rows * self.query_len if num == len(chunks) else -(-total // _PAD) * _PAD
+        table = np.zeros((rows, max(2, max(len(chunk.seq.block_table) for chunk in chunks))), np.int64)
+        for row, chunk in enumerate(chunks):
+            table[row, : len(chunk.seq.block_table)] = chunk.seq.block_table
+        owner = np.repeat(np.arange(len(chunks)), lengths)
+        slots = table[owner, positions // size] * size + positions % size
+        others = np.stack([firsts, lengths, starts], 1)[num:]
+        uniform = rows if num == len(chunks) else num
+        layout = np.concatenate([[(uniform, self.query_len, 0)], others, [(0, 0, 0)]]).astype(np.int64)
+        outputs = [
+            np.arange(first + chunk.length - chunk.num_outputs, first + chunk.length)
+            for first, chunk in zip(firsts, chunks, strict=True)
+        ]
+        return Batch(
+            list(chunks),
+            _pad(np.concatenate(token_ids), padded, 0),
+            _pad(positions, padded, 0),
+            _pad(slots, padded, -1),
+            table,
+            layout,
+            np.concatenate(outputs),
+            self.query_len if num == len(chunks) else 0,
+        )
+
+    def dummy(self, num_seqs: int) -> Batch:
+        """A decode of nobody: every token is padding."""
+        tokens = num_seqs * self.query_len
+        zeros = np.zeros(tokens, np.int64)
+        return Batch(
+            [],
+            zeros,
+            zeros,
+            zeros - 1,
+            np.zeros((num_seqs, 2), np.int64),
+            np.array([(num_seqs, self.query_len, 0), (0, 0, 0)]),
+            np.arange(tokens),
+            self.query_len,
+        )
+
+    def _padded_rows(self, count: int) -> int:
+        """Sequences of a decode with padding: a power of two, two or more, so that few graphs serve all."""
+        return max(2, 1 << (count - 1).bit_length())
+
+    # ---- forwards -----------------------------------------------------------------------------------------------
+    def run(self, batch: Batch) -> Tensor:
+        """One forward. Returns: logits [outputs or more, vocabulary], in the order of `batch.outputs`, on the device."""
+        graph = self.graphs.get(len(batch.block_table)) if batch.query_len else None
+        if graph is None or batch.block_table.shape[1] > graph[1]["block_table"].shape[1]:
+            return self._forward(self._on_device(batch), torch.from_numpy(batch.layout))
+        captured, static, logits = graph
+        width = static["block_table"].shape[1]
+        wide = np.pad(batch.block_table, ((0, 0), (0, width - batch.block_table.shape[1])))
+        for name, value in self._on_device(dataclasses.replace(batch, block_table=wide)).items():
+            if name != "outputs":
+                static[name].copy_(value)
+        captured.replay()
+        return logits[self._tensor(batch.outputs)]
+
+    def capture(self, num_seqs: int, max_blocks: int) -> None:
+        """Capture the decode of so many sequences, of `max_blocks` blocks at most, as a CUDA graph."""
+        batch = self.dummy(num_seqs)
+        wide = np.zeros((num_seqs, max_blocks), np.int64)
+        static = self._on_device(dataclasses.replace(batch, block_table=wide))
+        self.run_captured(batch, static, None)
+        graph = torch.cuda.CUDAGraph()
+        logits = self.run_captured(batch, static, graph)
+        self.graphs[num_seqs] = (graph, static, logits)
+
+    def run_captured(self, batch: Batch, static: dict[str, Tensor], graph: torch.cuda.CUDAGraph | None) -> Tensor:
+        """A forward of nobody on static inputs: plain, or while a graph captures it."""
+        layout = torch.from_numpy(batch.layout)
+        if graph is None:
+            return self._forward(static, layout)
+        with torch.cuda.graph(graph):
+            return self._forward(static, layout)
+
+    def _forward(self, inputs: dict[str, Tensor], layout: Tensor) -> Tensor:
+        paged = Paged(self.kv, inputs["slot_mapping"], inputs["positions"], inputs["block_table"], layout)
+        with (
+            torch.no_grad(),
+            _SHAPES.patch(use_duck_shape=False),
+        ):  # no graph for each pair of sizes that happen to be equal
+            logits: Tensor = self.compiled(
+                inputs["token_ids"][None],
+                position_ids=inputs["positions"][None],
+                use_cache=False,
+                logits_to_keep=inputs["outputs"],
+                paged=paged,
+            ).logits[0]
+        return logits
+
+    def _on_device(self, batch: Batch) -> dict[str, Tensor]:
+        ids = self._tensor(batch.token_ids)
+        if (batch.token_ids < 0).any():
+            ids = torch.where(ids < 0, self.sampled[(-1 - ids).clamp_min(0)], ids)
+        outputs = _pad(batch.outputs, max(2, -(-len(batch.outputs) // _PAD) * _PAD), 0)
+        return {
+            "token_ids": ids,
+            "positions": self._tensor(batch.positions),
+            "slot_mapping": self._tensor(batch.slot_mapping),
+            "block_table": self._tensor(batch.block_table),
+            "outputs": self._tensor(outputs),
+        }
+
+    def _tensor(self, array: Ints) -> Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
+
+
+def _pad(array: Ints, length: int, value: int) -> Ints:
+    return np.pad(array, (0, length - len(array)), constant_values=value)

@@ -1,0 +1,85 @@
+"""`PartialCapture` names each missing layer, with the reason of each candidate in it that was rejected."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from decoder import Moe, decoder, prompt
+from refusals import whole_moe
+from torch import Tensor, nn
+
+import r3_pass
+
+
+class Hidden(Moe):
+    """Router and experts inside one custom operator."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return whole_moe(x.reshape(-1, x.shape[-1]), self.gate.weight, self.up, self.down).view(x.shape)
+
+
+class Unknown(Moe):
+    """A router that no form knows, beside two selections that route nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        probs = self.gate(flat).softmax(-1)
+        ids = (probs.cumsum(-1) < 0.5).sum(-1, keepdim=True).clamp(max=7)
+        best = probs.topk(3).values.sum() * 1e-3
+        counted = probs.topk(3).indices.float().mean() * 1e-3
+        hidden = torch.relu(torch.einsum("td,tkfd->tkf", flat, self.up[ids]))
+        return (torch.einsum("tkf,tkdf->td", hidden, self.down[ids]) + best + counted).view(x.shape)
+
+
+def failure(bad: type[Moe], good: int, per_layer: bool, layers: int = 5) -> str:
+    """The error of a step of a model whose layers from 1 on are `bad`, but for one."""
+    made: list[nn.Module] = []
+
+    def moe(k: int) -> nn.Module:
+        made.append(Moe() if len(made) + 1 == good else bad())
+        return made[-1]
+
+    model = decoder(layers=layers, moe=moe)
+    backend = r3_pass.backend("eager")
+    call: Callable[..., Any] = model if per_layer else torch.compile(model, backend=backend)
+    for layer in model.layers if per_layer else ():
+        layer.compile(backend=backend)
+    session = r3_pass.runtime.attach(model if per_layer else call, backend=backend, num_slots=16)
+    try:
+        with torch.no_grad(), pytest.raises(r3_pass.PartialCapture) as error, session.step(range(5)):
+            call(prompt(5))
+    finally:
+        session.detach()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("per_layer", [False, True])
+def test_a_router_in_a_custom_operator_is_named(per_layer: bool) -> None:
+    text = failure(Hidden, 2, per_layer)
+    assert "1 of 4 MoE layers were captured" in text
+    for layer in (1, 3, 4):
+        line = next(line for line in text.splitlines() if f"layer {layer}:" in line)
+        assert f"layers.{layer}.mlp.up holds 8 experts" in line
+        assert "tiny::whole_moe is a custom operator: a router's choice inside it is not in the graph" in line
+
+
+@pytest.mark.parametrize("per_layer", [False, True])
+def test_each_candidate_of_a_missing_layer_is_named(per_layer: bool) -> None:
+    """Both decoys of each layer, with their reasons; nothing of the other layers."""
+    text = failure(Unknown, 3, per_layer)
+    for layer in (1, 2, 4):
+        line = next(line for line in text.splitlines() if f"layer {layer}:" in line)
+        assert "its indices are not used, only its values" in line and "its ids choose no parameters" in line
+        assert line.count("rejected:") == 2
+        assert len(re.findall(r"\btopk\w*", line)) == 2, line
+    assert "layer 3:" not in text
+
+
+def test_no_missing_layer_is_left_out() -> None:
+    """Not the first few of them: whoever compiled 40 of 62 layers has to see which."""
+    text = failure(Hidden, 2, per_layer=True, layers=24)
+    assert [int(n) for n in re.findall(r"^  layer (\d+):", text, re.M)] == [1, *range(3, 24)]
