@@ -13,6 +13,7 @@ No model name, no module name and no layer number enters the decision.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -182,6 +183,10 @@ def _decide(flow: DataFlow, form: RoutingForm, selection: Selection, broken: boo
         proved=proved,
         selections=(node,),
         overwritten=flow.overwritten(recorded),
+        choices=((selection, 0),),
+        roots=tuple(root.node for root in trace.roots),
+        fixed=form.fixed,
+        no_replay=form.no_replay,
         named=dispatch.named(int(experts)) if proved else int(experts),
     )
     return trace, site
@@ -215,6 +220,9 @@ def _decide_table(flow: DataFlow, form: RoutingForm, selection: Selection) -> De
         proved=True,
         selections=(node,),
         overwritten=flow.overwritten(node),
+        choices=((selection, 0),),
+        fixed=form.fixed,
+        no_replay=form.no_replay,
     )
 
 
@@ -415,7 +423,9 @@ def _distinct(group: list[tuple[Selection, Accepted]]) -> list[Accepted]:
     for selection, site in group:
         rank = len(dims(selection.scores)) if selection.scores is not None else 1
         lowest = spelling(selection.node) in ("argmin", "min")
-        choices.setdefault((selection.scores, selection.dim % rank, lowest), site)
+        key = selection.scores, selection.dim % rank, lowest
+        known = choices.get(key)
+        choices[key] = dataclasses.replace(known, choices=known.choices + site.choices) if known is not None else site
     return list(choices.values())
 
 
@@ -436,6 +446,8 @@ def _joined(found: list[Accepted]) -> Accepted:
         proved=any(site.proved for site in found),
         selections=tuple(site.selections[0] for site in found),
         overwritten=any(site.overwritten for site in found),
+        choices=tuple((selection, number) for number, site in enumerate(found) for selection, _ in site.choices),
+        roots=first.roots,
         named=first.named,
     )
 

@@ -234,7 +234,7 @@ def _copy(module: fx.GraphModule, wanted: dict[fx.Node, bool]) -> tuple[fx.Graph
             item.meta["example_value"] = value(copied)
             where[(original, (node, *path))] = item
     held = {str(n.target) for n in graph.nodes if n.op in ("get_attr", "call_module")}
-    copy = fx.GraphModule({name: bodies.get(name) or _attribute(module, name) for name in held}, graph)
+    copy = fx.GraphModule({name: bodies.get(name) or attribute(module, name) for name in held}, graph)
     copy.training = module.training
     copy.meta = dict(module.meta)
     for carried in ("_param_name_to_source", "shape_env", "compile_subgraph_reason"):
@@ -243,7 +243,7 @@ def _copy(module: fx.GraphModule, wanted: dict[fx.Node, bool]) -> tuple[fx.Graph
     return copy, where
 
 
-def _attribute(module: fx.GraphModule, name: str) -> Any:
+def attribute(module: fx.GraphModule, name: str) -> Any:
     found: Any = module
     for part in name.split("."):
         found = getattr(found, part)
@@ -262,12 +262,12 @@ def _occurrences(sites: Sequence[Accepted], where: Where) -> Iterable[Occurrence
     for site in sites:
         paths = [path for node, path in where if node is site.columns[0]]
         for path in paths:
-            gate = tuple(w for weight in site.gate if (w := _as_called(weight, paths[0], path)) is not None)
-            experts = tuple(w for weight in site.experts if (w := _as_called(weight, paths[0], path)) is not None)
+            gate = tuple(w for weight in site.gate if (w := called_as(weight, paths[0], path)) is not None)
+            experts = tuple(w for weight in site.experts if (w := called_as(weight, paths[0], path)) is not None)
             yield Occurrence(site, gate, experts, tuple(where[(column, path)] for column in site.columns))
 
 
-def _as_called(weight: fx.Node, first: Path, path: Path) -> fx.Node | None:
+def called_as(weight: fx.Node, first: Path, path: Path) -> fx.Node | None:
     """What comes in along `path` at the place where `weight` comes in along `first`; None if that is no plain argument."""
     if first == path:
         return weight

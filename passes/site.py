@@ -6,6 +6,8 @@ import dataclasses
 
 from torch import fx
 
+from r3_pass.registry.form import Selection
+
 
 @dataclasses.dataclass(frozen=True)
 class Accepted:
@@ -26,6 +28,10 @@ class Accepted:
         named: how many of the E choices name an expert; less than E where the router's weight is padded. None if the graph does
             not show it.
         overwritten: the graph changes the ids in place later; what the router chose must be kept before that.
+        choices: every selection that makes the same choice (equal ones, too), and the first column of `columns` that it makes.
+        roots: the products that the scores come from.
+        fixed: the ids follow from the token alone; there is nothing to replay.
+        no_replay: why its form cannot be replayed; "" if it can.
     """
 
     form: str
@@ -40,6 +46,10 @@ class Accepted:
     proved: bool
     selections: tuple[fx.Node, ...]
     overwritten: bool = False
+    choices: tuple[tuple[Selection, int], ...] = ()
+    roots: tuple[fx.Node, ...] = ()
+    fixed: bool = False
+    no_replay: str = ""
     named: int | None = None
 
     def __bool__(self) -> bool:

@@ -1,13 +1,17 @@
-"""Record the expert routing of any MoE model as a compiler pass of torch.compile.
+"""Record and replay the expert routing of any MoE model as a compiler pass of torch.compile.
 
 compiled = torch.compile(model, backend=r3_pass.backend())
 session = r3_pass.runtime.attach(engine)                       # or attach(compiled, num_slots=...)
+
+backend = r3_pass.backend(mode="replay")                       # in the trainer
+with backend.replay(routes): ...                               # around forward and backward
 """
 
-from r3_pass import passes, registry, runtime
+from r3_pass import passes, registry, routes, runtime, verify
 from r3_pass.backend import backend
 from r3_pass.errors import (
     BufferLayoutError,
+    InvalidRoutes,
     MissingRoutes,
     NoRouterFound,
     PartialCapture,
@@ -21,6 +25,7 @@ from r3_pass.version import __version__
 
 __all__ = [
     "BufferLayoutError",
+    "InvalidRoutes",
     "MissingRoutes",
     "NoRouterFound",
     "PartialCapture",
@@ -33,5 +38,7 @@ __all__ = [
     "explain",
     "passes",
     "registry",
+    "routes",
     "runtime",
+    "verify",
 ]

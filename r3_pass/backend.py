@@ -2,8 +2,9 @@
 
     compiled = torch.compile(model, backend=r3_pass.backend())          # or backend="r3_pass"
 
-Each graph that routes is compiled twice, as it is and with the record op, inside the backend's call (guards that come later are
-lost). A call without a session, or outside a step, runs the first; a call inside a step the second, with the session's tensors.
+Each graph that routes is compiled as it is, and once for each thing that it may be asked for (with the record op; taking given
+routes), all inside the backend's call: guards that come later are lost. Which of them runs is chosen at the call: live without a
+session and outside of a replay.
 """
 
 from __future__ import annotations
@@ -13,17 +14,20 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from r3_pass.binding import Binding, Place, find_binding
 from r3_pass.errors import R3Error, RefusedConfiguration
+from r3_pass.given import OnBadRow
 from r3_pass.inner import Compiled, Inner, compile_with
 from r3_pass.passes.match import match
 from r3_pass.passes.record import rewrite
+from r3_pass.passes.replay import force
 from r3_pass.passes.site import Accepted, Match, Rejected
 from r3_pass.passes.witness import Witnesses
 from r3_pass.registry.dataflow import value
+from r3_pass.replay import ForcedGraph, Replay, Replays, frames
 from r3_pass.report import GraphRecord, Report
 
 Mode = Literal["record", "replay", "both"]
@@ -97,26 +101,34 @@ class CompiledGraph:
 class RefusedGraph:
     """What Dynamo calls for a graph whose routing cannot be recorded: it runs, and tells the session of the step."""
 
-    def __init__(self, plain: Compiled, refused: Sequence[Rejected], module: fx.GraphModule) -> None:
+    def __init__(
+        self, plain: Compiled, refused: Sequence[Rejected], module: fx.GraphModule, replays: Replays | None
+    ) -> None:
         self.plain = plain
+        self.replays = replays
         self.refused = tuple(refused)
         placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
         self._weights = [i for i, n in enumerate(placeholders) if isinstance(value(n), torch.nn.Parameter)]
 
     def __call__(self, *args: Any) -> Any:
-        binding = find_binding([args[i] for i in self._weights], tuple, {})
+        weights = [args[i] for i in self._weights]
+        replay = self.replays.active if self.replays is not None else None
+        if replay is not None:
+            replay.refuse(weights, _texts(self.refused))
+        binding = find_binding(weights, tuple, {})
         if binding is not None and binding.recording:
             binding.refuse(self.refused)
         return self.plain(*args)
 
 
 class Backend:
-    """A torch.compile backend that records expert routing; see `r3_pass.backend`."""
+    """A torch.compile backend that records and replays expert routing; see `r3_pass.backend`."""
 
     def __init__(self, inner: Inner, mode: Mode) -> None:
         self.inner = inner
         self.mode = mode
         self.graphs: list[GraphRecord] = []
+        self.replays: Replays | None = None if mode == "record" else Replays()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Backend:
         return self  # engines copy the configs that hold a backend; a copy would split the report
@@ -126,13 +138,40 @@ class Backend:
         found = match(module.graph, broken=bool(getattr(reason, "graph_break", False)))
         record = GraphRecord(len(self.graphs), found, str(getattr(reason, "reason", "")))
         self.graphs.append(record)
+        if self.replays is not None:
+            self.replays.saw(frames())
         refused = [r for r in found.rejected if r.routing]
         if not found.sites:
             plain = compile_with(self.inner, module, example_inputs, options)
-            return RefusedGraph(plain, refused, module) if refused else plain
-        return self._compile_both(module, example_inputs, found, refused, record, options)
+            return RefusedGraph(plain, refused, module, self.replays) if refused else plain
+        if self.mode == "record":
+            return self._compile_recording(module, example_inputs, found, refused, record, options)
+        # Every flavour is compiled here and now: guards that a later compilation adds would be lost.
+        device = _device_of(found.sites)
+        made = force(module, found.sites, device, broken=bool(getattr(reason, "graph_break", False)))
+        if isinstance(made, str):
+            more = [Rejected(s.selections[0].name, made, True, s.module, s.gate) for s in found.sites]
+            record.found = Match((), (*found.rejected, *more))
+            plain = compile_with(self.inner, module, example_inputs, options)
+            return RefusedGraph(plain, [*refused, *more], module, self.replays)
+        for occurrence, why in zip(made.occurrences, made.unforced, strict=True):
+            if why:
+                site = occurrence.site
+                record.refusals[f"{site.module or 'a graph'} ({site.form}) cannot take given routes: {why}"] = None
+        forced = compile_with(self.inner, made.module, [*example_inputs, value(made.added)], options)
+        if self.mode == "both":
+            live = self._compile_recording(module, example_inputs, found, refused, record, options)
+        else:
+            record.keep(module, made.module)
+            live = compile_with(self.inner, module, example_inputs, options)
+        assert self.replays is not None, "of every mode but 'record'"
+        graph = ForcedGraph(self.replays, live, forced, made, module, _texts(refused), device)
+        if self.mode == "replay":
+            record.placed = graph.placed
+        graph.placed = record.placed
+        return graph
 
-    def _compile_both(
+    def _compile_recording(
         self,
         module: fx.GraphModule,
         example_inputs: Sequence[Any],
@@ -146,7 +185,8 @@ class Backend:
         if isinstance(rewritten, str):
             more = [Rejected(s.selections[0].name, rewritten, True, s.module, s.gate) for s in found.sites]
             record.found = Match((), (*found.rejected, *more))
-            return RefusedGraph(compile_with(self.inner, module, example_inputs, options), [*refused, *more], module)
+            plain = compile_with(self.inner, module, example_inputs, options)
+            return RefusedGraph(plain, [*refused, *more], module, self.replays)
         record.keep(module, rewritten.module)
         fakes = [value(node) for node in rewritten.added]
         recording = compile_with(self.inner, rewritten.module, [*example_inputs, *fakes], options)
@@ -159,7 +199,48 @@ class Backend:
 
     def report(self) -> Report:
         """What was captured in the graphs compiled so far, and what was rejected and why."""
-        return Report(tuple(self.graphs))
+        replays = self.replays
+        if replays is None:
+            return Report(tuple(self.graphs))
+        return Report(tuple(self.graphs), dict(replays.forwards), dict(replays.fallback))
+
+    def replay(self, routes: Any, *, model: nn.Module | None = None, on_bad_row: OnBadRow = "error") -> Replay:
+        """A context in which the compiled model takes given expert ids in place of those that its routers choose.
+
+            with backend.replay(routes):
+                loss = loss_fn(compiled(input_ids))
+                loss.backward()
+
+        The weights of the experts are the live scores of the given ones, so that gradients reach the router. Forward and
+        backward belong inside: a recomputation (activation checkpointing) that runs outside is refused. The context may be
+        entered again, for the backward of a pipeline schedule, say. What this backend compiled for the model is replayed in
+        every thread.
+
+        Args:
+            routes: integers of 8 to 64 bits, a numpy array or a torch tensor: [tokens, layers, top_k] in the order of
+                the forward's tokens, or padded [batch, seq, layers, top_k]; one row a token, or one less for each
+                sequence. `layers` counts all decoder layers or those that route. -1 is the live router: a whole row,
+                or columns past a layer's own top-k.
+            model: whose weights are meant, where the model was compiled in parts (per layer), or several run inside.
+            on_bad_row: "error" raises for an id out of range, an expert twice in a row, a row that is not full; "live"
+                leaves such rows to the live router and counts them in `report().fallback_rows`.
+
+        Raises: InvalidRoutes if the routes cannot be right, here or in the forward; at the end NoRouterFound or
+            PartialCapture if a layer that routes was not replayed; RefusedConfiguration for a mode without replay.
+        """
+        if self.replays is None:
+            raise RefusedConfiguration(
+                "replay needs a model compiled with backend(mode='replay'), or mode='both' to record as well; this "
+                "one is mode='record'."
+            )
+        inner = getattr(model, "_orig_mod", model)
+        if inner is not None and not isinstance(inner, nn.Module):
+            raise ValueError(f"model is the torch.nn.Module that is replayed, got {type(model).__name__}")
+        return Replay(self.replays, routes, inner, on_bad_row)
+
+
+def _texts(refused: Sequence[Rejected]) -> list[str]:
+    return [f"{r.module or r.node}: {r.reason}" for r in refused]
 
 
 def _device_of(sites: Sequence[Accepted]) -> torch.device:
@@ -180,9 +261,10 @@ def backend(inner: Inner = "inductor", *, mode: Mode = "record") -> Backend:
     Args:
         inner: what compiles the rewritten graph: "inductor", "aot_eager", "eager", the name of any Dynamo backend, or
             a backend. Outputs are those of the same inner backend without r3_pass, bit for bit.
-        mode: "record" is what is compiled now.
+        mode: what each graph that routes is compiled for, beside running live: "record", "replay" (`backend.replay(routes)`),
+            or "both". Each is one more compilation of the graph when it is first seen, and none later.
 
-    Raises: RefusedConfiguration if Dynamo knows no backend of that name, or the mode is not available.
+    Raises: RefusedConfiguration if Dynamo knows no backend of that name; ValueError for an unknown mode.
     """
     if not isinstance(inner, str) and not callable(inner):
         raise ValueError(f"inner is the name of a Dynamo backend or a backend, got {inner!r}")
@@ -190,10 +272,8 @@ def backend(inner: Inner = "inductor", *, mode: Mode = "record") -> Backend:
         raise RefusedConfiguration(
             f"inner={inner!r} is no Dynamo backend that is registered here. Known are {', '.join(known)}."
         )
-    if mode != "record":
-        raise RefusedConfiguration(
-            f"mode={mode!r} is not available in this version: only 'record' is. Use mode='record'."
-        )
+    if mode not in ("record", "replay", "both"):
+        raise ValueError(f"mode is 'record', 'replay' or 'both', got {mode!r}")
     return Backend(inner, mode)
 
 

@@ -193,6 +193,15 @@ class Binding:
             self._link(first)
         return changed
 
+    def names_layer(self, weight: Any) -> bool:
+        """Whether a weight's name tells which block of the model it is in."""
+        owner = self._owner(weight)
+        return owner is not None and bool(owner.blocks)
+
+    def owns(self, weight: Any) -> bool:
+        """Whether a weight is one of the model's, as far as was seen."""
+        return self._owner(weight) is not None
+
     def _owner(self, weight: Any) -> Owner | None:
         if self._unmarked is not None:
             held = self._unmarked.get(id(weight))

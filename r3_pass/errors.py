@@ -96,3 +96,14 @@ class BufferLayoutError(R3Error):
     that its shape lacks, a buffer of another dtype, layout or device. What to do: size it from the session's own
     geometry.
     """
+
+
+class InvalidRoutes(R3Error):
+    """Routes that were given to replay cannot be those of this forward.
+
+        layer 3 (routes[..., 3, :]): row 17 has an expert twice: [64, 64]; 1 of 96 rows are bad. No router chose that: look at where
+        the rows come from (padding is -1), or pass on_bad_row='live' to leave such rows to the live router.
+
+    Raised by `backend.replay(routes)`, by the forward inside it, and by the helpers of `r3_pass.routes`. What to do: look at where
+    the rows come from; an empty capture, another tokenisation, shifted or padded rows.
+    """

@@ -106,10 +106,21 @@ class Report:
     """One entry for each routing candidate of the graphs compiled so far.
 
     `print(report)` shows a row for each layer.
+
+    Attributes:
+        replayed: forwards of each layer that took given routes.
+        fallback_rows: rows of each layer that were bad and went to the live router (`on_bad_row="live"`).
     """
 
-    def __init__(self, graphs: tuple[GraphRecord, ...]) -> None:
+    def __init__(
+        self,
+        graphs: tuple[GraphRecord, ...],
+        replayed: dict[int, int] | None = None,
+        fallback_rows: dict[int, int] | None = None,
+    ) -> None:
         self._graphs = graphs
+        self.replayed = replayed or {}
+        self.fallback_rows = fallback_rows or {}
 
     @property
     def sites(self) -> list[SiteEntry]:
@@ -149,6 +160,11 @@ class Report:
         rejected = self.rejected
         routing = [r for r in rejected if r.routing]
         lines.append(f"{len(rows) - 1} sites in {self.num_graphs} graphs; {len(rejected)} other candidates rejected")
+        if self.replayed:
+            most, bad = max(self.replayed.values()), sum(self.fallback_rows.values())
+            lines.append(
+                f"{len(self.replayed)} layers took given routes in {most} forwards; {bad} bad rows went to the live router"
+            )
         lines.extend(f"REFUSED: {refusal}" for record in self._graphs for refusal in record.refusals)
         lines.extend(f"NOT RECORDED: {r.module or 'graph ' + str(r.graph)} ({r.node}): {r.reason}" for r in routing)
         return "\n".join(lines)

@@ -26,6 +26,8 @@ class Selection:
         needs_slice: the operator orders all E; the routing is the slice that follows.
         roots: for ids that are looked up, what scored them, so that it is not taken for the token.
         alone: False if several such choices of one router make up the k columns together (repeated argmax).
+        values: the values that hold the scores of the chosen, laid out as the ids; () if the operator returns none, None if the
+            form does not say, so that nothing of it can be replayed.
     """
 
     node: fx.Node
@@ -35,6 +37,7 @@ class Selection:
     needs_slice: bool = False
     roots: tuple[fx.Node, ...] = ()
     alone: bool = True
+    values: tuple[fx.Node, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,11 +48,15 @@ class RoutingForm:
         name: the last part of the form's name in reports ("softmax_topk" is softmax scores with this form "topk").
         find: returns what the node selects, or None if the node is not of this form. Must not change the graph.
         source: where this spelling is known from.
+        fixed: the ids follow from the token alone, the same in every engine: nothing is left to replay.
+        no_replay: why its choice cannot be replayed; "" if it can.
     """
 
     name: str
     find: Callable[[DataFlow, fx.Node], Selection | None]
     source: str = ""
+    fixed: bool = False
+    no_replay: str = ""
 
 
 def items(flow: DataFlow, node: fx.Node, index: int) -> tuple[fx.Node, ...]:

@@ -48,4 +48,9 @@ def _selections_behind(flow: DataFlow, ids: fx.Node) -> list[fx.Node]:
     return list(found)
 
 
-PRODUCT_KEYS = RoutingForm("product_keys", _find, source="PEER; Doge")
+PRODUCT_KEYS = RoutingForm(
+    "product_keys",
+    _find,
+    source="PEER; Doge",
+    no_replay="only pairs of the best half keys are scored: a given expert outside of them has no score in the graph",
+)

@@ -12,7 +12,7 @@ def _find(flow: DataFlow, node: fx.Node) -> Selection | None:
     scores = flow.operand(node, argument(node, 0, "input", "self"))
     if spelling(node) != "multinomial" or scores is None:
         return None
-    return Selection(node, scores, -1, (node,))
+    return Selection(node, scores, -1, (node,), values=())
 
 
 SAMPLED = RoutingForm("sampled", _find, source="stochastic routers (S-BASE, random second expert)")

@@ -15,9 +15,9 @@ def _find(flow: DataFlow, node: fx.Node) -> Selection | None:
         return None
     dim = argument(node, 1, "dim", default=-1)
     ids = (node,) if name == "argsort" else items(flow, node, 1)
-    return Selection(
-        node, scores, dim if isinstance(dim, int) and not isinstance(dim, bool) else -1, ids, needs_slice=True
-    )
+    values = () if name == "argsort" else items(flow, node, 0)
+    axis = dim if isinstance(dim, int) and not isinstance(dim, bool) else -1
+    return Selection(node, scores, axis, ids, needs_slice=True, values=values)
 
 
 SORT = RoutingForm("sort", _find, source="hand-written routers")

@@ -38,4 +38,4 @@ def _from_tokens(flow: DataFlow, node: fx.Node) -> bool:
     return True
 
 
-TABLE = RoutingForm("table", _find, source="Hash layers; DeepSeek-V4's first layers")
+TABLE = RoutingForm("table", _find, source="Hash layers; DeepSeek-V4's first layers", fixed=True)

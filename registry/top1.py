@@ -18,9 +18,9 @@ def _find(flow: DataFlow, node: fx.Node) -> Selection | None:
     if scores is None or not isinstance(dim, int):
         return None
     if name in ("argmax", "argmin"):
-        return Selection(node, scores, dim, (node,), alone=False)
+        return Selection(node, scores, dim, (node,), alone=False, values=())
     if name in ("max", "min") and not is_tensor(node):
-        return Selection(node, scores, dim, items(flow, node, 1), alone=False)
+        return Selection(node, scores, dim, items(flow, node, 1), alone=False, values=items(flow, node, 0))
     return None
 
 

@@ -13,7 +13,9 @@ def _find(flow: DataFlow, node: fx.Node) -> Selection | None:
         return None
     scores = flow.operand(node, argument(node, 0, "input", "self"))
     dim = argument(node, 2, "dim", default=-1)
-    return Selection(node, scores, int(dim), items(flow, node, 1)) if scores is not None else None
+    if scores is None:
+        return None
+    return Selection(node, scores, int(dim), items(flow, node, 1), values=items(flow, node, 0))
 
 
 TOPK = RoutingForm("topk", _find, source="Mixtral, Qwen3-MoE, DeepSeek-V3, gpt-oss and most others in transformers")

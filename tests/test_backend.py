@@ -745,12 +745,6 @@ def test_a_model_that_moved_is_refused(sessions: Attach) -> None:
     assert (step(session, compiled, prompt(T)) == truth(model, prompt(T))).all()
 
 
-def test_modes_that_are_not_there_yet() -> None:
-    """An unknown mode taken for "record" would record where a replay was asked for."""
-    with pytest.raises(r3_pass.RefusedConfiguration, match="replay"):
-        r3_pass.backend(mode="replay")
-
-
 # ---- caches ---------------------------------------------------------------------------------------------------------
 @pytest.mark.slow
 @pytest.mark.inductor

@@ -1,0 +1,130 @@
+"""Rows of routed experts on their way from rollouts to a forward: padded, packed, split over ranks.
+
+    rows = [output.routed_experts for output in outputs]             # int16 [seq_len - 1, layers, top_k] each
+    with backend.replay(r3_pass.routes.pad(rows, input_ids.shape[1], side="right")):
+        ...
+
+All take and return numpy arrays of the rows' own dtype (-1 needs a signed one); -1 is a row for the live router. Rows are never
+shifted: row t stays the token at position t. Turns of a conversation become one sequence with `r3_pass.stitch`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from r3_pass.errors import InvalidRoutes
+
+Rows = npt.NDArray[np.signedinteger[Any]]
+
+
+def pad(rows: Sequence[Any], length: int, *, side: Literal["right", "left"] = "right", offsets: Any = None) -> Rows:
+    """One padded batch [B, length, L, K] of B sequences' rows; what no row is for is -1.
+
+    Args:
+        rows: for each sequence [n, L, K]: one row for each token, or for all but the last.
+        length: S of the forward's input ids [B, S].
+        side: where the padding tokens are. With "left", sequences must have a row for each token (see `complete`), since the
+            first row's place follows from the last one's.
+        offsets: int [B], the column of each sequence's first token, in place of `side`: prompts padded left, completions right.
+
+    Raises: InvalidRoutes if a sequence does not fit.
+    """
+    if side not in ("right", "left"):
+        raise ValueError(f"side is 'right' or 'left', got {side!r}")
+    arrays = _arrays(rows)
+    starts = (
+        [0 if side == "right" else length - len(a) for a in arrays] if offsets is None else [int(o) for o in offsets]
+    )
+    if len(starts) != len(arrays):
+        raise InvalidRoutes(f"{len(arrays)} sequences, {len(starts)} offsets")
+    batch = np.full((len(arrays), length, *arrays[0].shape[1:]), -1, arrays[0].dtype)
+    for number, (array, start) in enumerate(zip(arrays, starts, strict=True)):
+        if start < 0 or start + len(array) > length:
+            raise InvalidRoutes(
+                f"sequence {number} has {len(array)} rows from column {start} on; the batch is {length} wide. Truncate its rows "
+                "as its tokens were truncated."
+            )
+        batch[number, start : start + len(array)] = array
+    return batch
+
+
+def complete(rows: Any, length: int) -> Rows:
+    """One sequence's rows with -1 for its last tokens that have none, [length, L, K]."""
+    row: Rows = pad([rows], length)[0]
+    return row
+
+
+def pack(rows: Sequence[Any], cu_seqlens: Any) -> Rows:
+    """Packed rows [T, L, K] of sequences that lie one after the other, -1 where a sequence's last tokens have no row.
+
+    Args:
+        cu_seqlens: int [B + 1], where each sequence begins in the packed tokens, and T at the end.
+
+    Raises: InvalidRoutes if a sequence has more rows than tokens, or lacks more than one.
+    """
+    arrays = _arrays(rows)
+    bounds = [int(b) for b in cu_seqlens]
+    if len(bounds) != len(arrays) + 1 or bounds[0] != 0 or any(b < a for a, b in itertools.pairwise(bounds)):
+        raise InvalidRoutes(f"cu_seqlens {bounds} does not bound {len(arrays)} sequences: 0, the end of each in order")
+    packed = np.full((bounds[-1], *arrays[0].shape[1:]), -1, arrays[0].dtype)
+    for number, (array, start, end) in enumerate(zip(arrays, bounds, bounds[1:], strict=False)):
+        if len(array) not in (end - start, end - start - 1):
+            raise InvalidRoutes(
+                f"sequence {number} has {len(array)} rows for {end - start} tokens: one for each token, or for all but "
+                "the last. Use complete(rows, length) where more are to be live."
+            )
+        packed[start : start + len(array)] = array
+    return packed
+
+
+def split(
+    routes: Any, rank: int, world_size: int, *, axis: int = 0, order: Literal["contiguous", "zigzag"] = "contiguous"
+) -> Rows:
+    """The rows of one rank of a context- or sequence-parallel group.
+
+    Args:
+        routes: [tokens, L, K] (axis 0), or padded [batch, seq, L, K] (axis 1).
+        order: "contiguous" cuts the axis in `world_size` parts; "zigzag" in twice as many, of which rank r takes parts r and
+            2 * world_size - 1 - r, which balances causal attention.
+
+    Raises: InvalidRoutes if the axis cannot be cut evenly: pad it first, as the tokens are padded.
+    """
+    if order not in ("contiguous", "zigzag"):
+        raise ValueError(f"order is 'contiguous' or 'zigzag', got {order!r}")
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank is 0 to {world_size - 1}, got {rank}")
+    array = _array(routes)
+    parts = world_size if order == "contiguous" else 2 * world_size
+    if array.shape[axis] % parts:
+        raise InvalidRoutes(
+            f"{array.shape[axis]} rows cannot be cut in {parts} equal parts ({order}, {world_size} ranks). Pad the rows with -1 "
+            "as the tokens are padded."
+        )
+    cut = np.split(array, parts, axis)
+    taken = [cut[rank]] if order == "contiguous" else [cut[rank], cut[parts - 1 - rank]]
+    return np.concatenate(taken, axis)
+
+
+def _array(rows: Any) -> Rows:
+    array = rows.detach().cpu().numpy() if hasattr(rows, "detach") else np.asarray(rows)
+    if array.dtype.kind != "i":
+        raise InvalidRoutes(f"rows are signed integers, so that -1 can stand for the live router; got {array.dtype}")
+    return array
+
+
+def _arrays(rows: Sequence[Any]) -> list[Rows]:
+    arrays = [_array(r) for r in rows]
+    if not arrays:
+        raise ValueError("no sequences were given")
+    for number, array in enumerate(arrays):
+        if array.ndim != 3 or array.shape[1:] != arrays[0].shape[1:] or array.dtype != arrays[0].dtype:
+            raise InvalidRoutes(
+                f"sequence {number} has rows {array.dtype}{list(array.shape)}, the first one {arrays[0].dtype}"
+                f"{list(arrays[0].shape)}: all are [n, layers, top_k] of one model"
+            )
+    return arrays
