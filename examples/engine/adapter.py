@@ -143,8 +143,10 @@ class ReferenceAdapter(EngineAdapter):
 
     # ---- life cycle ---------------------------------------------------------------------------------------------
     def _update_weights(self, update: Callable[..., None], state: Mapping[str, Tensor], version: int) -> None:
-        update(state, version)
-        self.session.weights_changed(version)
+        try:
+            update(state, version)
+        finally:  # also if it raised: some of the weights are new then
+            self.session.weights_changed(version)
 
     def _sleep(self, sleep: Callable[[], list[Result]]) -> list[Result]:
         results = sleep()
