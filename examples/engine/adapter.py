@@ -3,17 +3,20 @@
     session = r3_pass.runtime.attach(ReferenceAdapter(engine))
     engine.generate(prompts)[0].routed_experts
 
-Nothing in the engine knows of it. The seven methods that it wraps are where any engine decides the same things:
+Nothing in the engine knows of it. The methods that it wraps are where any engine decides the same things:
 
-| what happens in the engine | what the session is told |
-|---|---|
-| blocks leave the free list | `assign`: their rows are void |
-| blocks are copied to others | `move` |
-| a request starts past position 0, or starts over | `prefix_hit`, `preempt` |
-| a forward of the target | `step`: the slot of each token, and whose it is |
-| forwards of the drafter | `paused`: they write nothing |
-| a result leaves | `finish`, or `abort` |
-| weights, sleep, wake | `weights_changed`, `release`, `wake` |
+| what happens in the engine | method there | what the session is told |
+|---|---|---|
+| blocks leave the free list | `blocks.take` | `assign`: their rows are void |
+| blocks are copied to others | `runner.move_blocks` | `move` |
+| a request starts past position 0 | `scheduler.admit` | `prefix_hit`; where it raises, that request fails and the others go on |
+| a request starts over | `scheduler.preempt` | `preempt` |
+| a forward of the target | `runner.run` | `step`: the slot of each token, -1 for padding, and whose it is |
+| warm-up, CUDA graph capture | `runner.run_captured` | `step`, entered first, with all slots -1 |
+| forwards of the drafter | `drafter.propose` | `paused`: they write nothing |
+| a result leaves | `engine.emit` | `finish`, or `abort` |
+| new weights | `engine.update_weights` | `weights_changed` |
+| the KV cache goes, and comes back | `engine.sleep`, `engine.wake` | `release`, `wake` |
 """
 
 from __future__ import annotations
@@ -143,8 +146,10 @@ class ReferenceAdapter(EngineAdapter):
 
     # ---- life cycle ---------------------------------------------------------------------------------------------
     def _update_weights(self, update: Callable[..., None], state: Mapping[str, Tensor], version: int) -> None:
-        update(state, version)
-        self.session.weights_changed(version)
+        try:
+            update(state, version)
+        finally:  # also if it raised: some of the weights are new then
+            self.session.weights_changed(version)
 
     def _sleep(self, sleep: Callable[[], list[Result]]) -> list[Result]:
         results = sleep()

@@ -25,8 +25,9 @@ class Paged:
         slot_mapping: int64 [T], block * block_size + offset; -1 is padding.
         positions: int64 [T].
         block_table: int64 [R, W].
-        layout: int64 [2 or more, 3] on the host: (sequences that have equally many tokens each, tokens of each, 0), and for each
-            of the others (first token, tokens, first position). Rows of zeros mean nothing.
+        layout: int64 [2 or more, 3] on the host: how the T tokens are cut into sequences. Row 0 is (n, q, 0): the first
+            n * q tokens are n sequences of q each, attended to as one batch. Every further row is one sequence by itself,
+            (first token, tokens, position of the first), or zeros. Row r of the block table is the r-th sequence's.
     """
 
     kv: list[tuple[Tensor, Tensor]]
@@ -38,9 +39,9 @@ class Paged:
 
 @dataclasses.dataclass
 class Shapes:
-    """Stands for `Paged` in one plain forward that finds out what each layer caches: (heads, width) of keys and values."""
+    """Stands for `Paged` in one plain forward that finds out what each layer caches of a token: keys and values [G, D]."""
 
-    found: dict[int, tuple[torch.Size, torch.Size]] = dataclasses.field(default_factory=dict)
+    found: dict[int, tuple[Tensor, Tensor]] = dataclasses.field(default_factory=dict)
 
 
 def attention(
@@ -50,19 +51,28 @@ def attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    paged: Paged | Shapes,
+    paged: Paged | Shapes | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' interface: query [1, H, T, D]; returns [1, T, H, width of values]."""
+    """transformers' interface: query [1, H, T, D]; returns [1, T, H, width of values].
+
+    Raises: ValueError, while shapes are looked for, if a token should attend to others than those before it; without `paged`.
+    """
+    if paged is None:
+        raise ValueError(
+            f"{type(module).__name__} was given no KV cache: the model does not pass keyword arguments on."
+        )
     layer: Any = module.layer_idx
-    if softcap is not None:
-        raise ValueError("this engine does not cap attention scores (softcap): serve another model.")
     if isinstance(paged, Shapes):
-        paged.found[layer] = (key.shape[1::2], value.shape[1::2])
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        if not causal or attention_mask is not None:
+            raise ValueError(f"{type(module).__name__} has a mask of its own: this engine's attention is causal.")
+        paged.found[layer] = (key[0, :, 0], value[0, :, 0])
         return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
     k_cache, v_cache = paged.kv[layer]
     out: Tensor = paged_attention(
@@ -75,9 +85,19 @@ def attention(
         paged.layout,
         query.shape[-1] ** -0.5 if scaling is None else scaling,
         sliding_window or 0,
+        _chunk_size(module),
+        softcap or 0.0,
         s_aux,
     )
     return out[None], None
+
+
+def _chunk_size(module: Any) -> int:
+    """Tokens of the chunk that a layer attends within; 0 for no chunks."""
+    config: Any = getattr(module, "config", None)
+    kinds = getattr(config, "layer_types", None) or ()
+    chunked = kinds and kinds[module.layer_idx % len(kinds)] == "chunked_attention"
+    return int(config.attention_chunk_size) if chunked else 0
 
 
 transformers.AttentionInterface.register(NAME, attention)
@@ -96,9 +116,14 @@ def paged_attention(
     layout: Tensor,
     scaling: float,
     window: int,
+    chunk: int,
+    softcap: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Write keys and values [T, G, D] to their slots, then attend. Returns: [T, H, width of values]."""
+    """Write keys and values [T, G, D] to their slots, then attend. Returns: [T, H, width of values], zeros for padding.
+
+    Args: window, chunk, softcap: 0 for none; sinks: [H], a score that takes attention and gives nothing.
+    """
     k_cache.flatten(0, 1)[slot_mapping] = key
     v_cache.flatten(0, 1)[slot_mapping] = value
     out = query.new_zeros(*query.shape[:2], value.shape[2])
@@ -117,6 +142,8 @@ def paged_attention(
             positions[first:last].view(rows, -1),
             scaling,
             window,
+            chunk,
+            softcap,
             sinks,
         ).flatten(0, 1)
     return out
@@ -128,7 +155,15 @@ def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
 
 
 def _attend(
-    query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scaling: float, window: int, sinks: Tensor | None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    scaling: float,
+    window: int,
+    chunk: int,
+    softcap: float,
+    sinks: Tensor | None,
 ) -> Tensor:
     """query [R, Q, H, D] at positions [R, Q], keys [R, S, G, D]. Heads that share keys count as more queries of one head."""
     rows, count, heads, _ = query.shape
@@ -138,14 +173,20 @@ def _attend(
     seen = past <= positions[:, :, None]
     if window:
         seen = seen & (past > positions[:, :, None] - window)
+    if chunk:
+        seen = seen & (past // chunk == positions[:, :, None] // chunk)
     mask = seen[:, None].repeat(1, 1, shared, 1)
     grouped = query.unflatten(2, (kv_heads, shared)).permute(0, 2, 3, 1, 4).flatten(2, 3)
     keys, values = keys.transpose(1, 2), values.transpose(1, 2)
-    if sinks is None:
+    if sinks is None and not softcap:
         out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scaling)
     else:
-        scores = (grouped @ keys.transpose(2, 3) * scaling).masked_fill(~mask, float("-inf"))
-        sink = sinks.view(1, kv_heads, shared, 1).expand(rows, -1, -1, count).flatten(2)[..., None]
-        out = torch.cat([scores, sink.to(scores.dtype)], -1).softmax(-1)[..., :-1].to(values.dtype) @ values
+        scores = grouped @ keys.transpose(2, 3) * scaling
+        scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+        scores = scores.masked_fill(~mask, float("-inf"))
+        if sinks is not None:
+            sink = sinks.view(1, kv_heads, shared, 1).expand(rows, -1, -1, count).flatten(2)[..., None]
+            scores = torch.cat([scores, sink.to(scores.dtype)], -1)
+        out = scores.softmax(-1)[..., : keys.shape[2]].to(values.dtype) @ values
     merged: Tensor = out.unflatten(2, (shared, count)).permute(0, 3, 1, 2, 4).flatten(2, 3)
     return merged

@@ -56,11 +56,13 @@ class BlockManager:
     def seal(self, seq: Sequence) -> None:
         """The full blocks of a sequence, whose KV is computed or queued, can be found from now on."""
         size = self.block_size
-        for end in range(size, min(seq.num_computed, len(seq.token_ids)) + 1, size):
-            block, prefix = seq.block_table[end // size - 1], tuple(seq.token_ids[:end])
+        full = min(seq.num_computed, len(seq.token_ids)) // size
+        for index in range(seq.num_sealed, full):
+            block, prefix = seq.block_table[index], tuple(seq.token_ids[: (index + 1) * size])
             if block not in self.prefix_of and prefix not in self.block_of:
                 self.block_of[prefix] = block
                 self.prefix_of[block] = prefix
+        seq.num_sealed = max(seq.num_sealed, full)
 
     def release(self, seq: Sequence) -> None:
         """Take its blocks back, the last first: heads of prompts are found again longest."""
@@ -70,7 +72,7 @@ class BlockManager:
                 del self.owners[block]
                 self.free[block] = None
         seq.block_table = []
-        seq.num_computed = 0
+        seq.num_computed = seq.num_sealed = 0
 
     def forget_prefixes(self) -> None:
         """New weights, or another cache: no block can be found again."""

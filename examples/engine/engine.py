@@ -31,7 +31,6 @@ class _Launched:
     tokens: Tensor
     log_probs: Tensor
     event: torch.cuda.Event | None
-    handled: bool = False
 
 
 class Engine:
@@ -45,7 +44,11 @@ class Engine:
         max_batch_tokens: of one forward; longer prompts are cut into chunks.
         max_num_seqs: sequences that run at a time.
 
-    Raises: ValueError for a model whose state is not all in a KV cache.
+    Attributes:
+        requests: those that wait or run, by id.
+        num_accepted, num_rejected: of the drafts that were verified.
+
+    Raises: ValueError for a model that it cannot serve right, or sizes that serve nothing.
     """
 
     def __init__(
@@ -61,6 +64,8 @@ class Engine:
         max_num_seqs: int = 64,
     ) -> None:
         drafts = num_drafts if drafter is not None else 0
+        if min(num_blocks, block_size, max_batch_tokens, max_num_seqs) < 1 or (drafter is not None and drafts < 1):
+            raise ValueError("num_blocks, block_size, max_batch_tokens, max_num_seqs and num_drafts are 1 at least.")
         if max_batch_tokens <= drafts:
             raise ValueError(f"max_batch_tokens={max_batch_tokens} has no room for a token and {drafts} drafts.")
         self.max_batch_tokens = max_batch_tokens
@@ -73,10 +78,14 @@ class Engine:
             if drafter is not None
             else None
         )
+        if self.drafter is not None and self.drafter.runner.vocab_size > self.runner.vocab_size:
+            raise ValueError("the drafter has tokens that the model does not know.")
         self.requests: dict[str, Request] = {}
         self._launched: _Launched | None = None
         self._ended: list[Request] = []
-        self._failed: list[Result] = []
+        self._ready: list[Result] = []
+        self._asleep = self._torn = False
+        self.num_accepted = self.num_rejected = 0
         self._names = itertools.count()
         self.generator = torch.Generator(self.runner.device).manual_seed(0)
 
@@ -93,13 +102,9 @@ class Engine:
     ) -> str:
         """Queue a prompt. `on_token(request_id, token)` is called for each token. Returns: the request's id.
 
-        Raises: ValueError if the cache could never hold it, or the id is taken.
+        Raises: ValueError if the cache could never hold it, a token is none of the model's, or the id is taken.
         """
-        drafts = self.scheduler.num_drafts
-        if not prompt or max_tokens < 1:
-            raise ValueError("a request needs a token at least, in its prompt and to generate.")
-        if len(prompt) + max_tokens + drafts > self.blocks.num_blocks * self.blocks.block_size:
-            raise ValueError(f"{len(prompt)} + {max_tokens} tokens (and {drafts} drafts) do not fit into the KV cache.")
+        self._check_request(prompt, max_tokens)
         request_id = f"req_{next(self._names)}" if request_id is None else request_id
         if request_id in self.requests:
             raise ValueError(f"request {request_id!r} is running.")
@@ -110,8 +115,22 @@ class Engine:
         self.scheduler.waiting.append(seq)
         return request_id
 
+    def _check_request(self, prompt: Sequence[int], max_tokens: int) -> None:
+        drafts, vocab_size = self.scheduler.num_drafts, self.runner.vocab_size
+        if self._asleep:
+            raise ValueError("the engine sleeps: wake it first.")
+        if not prompt or max_tokens < 1:
+            raise ValueError("a request needs a token at least, in its prompt and to generate.")
+        if len(prompt) + max_tokens + drafts > self.blocks.num_blocks * self.blocks.block_size:
+            raise ValueError(f"{len(prompt)} + {max_tokens} tokens (and {drafts} drafts) do not fit into the KV cache.")
+        if not 0 <= min(prompt) <= max(prompt) < vocab_size:
+            raise ValueError(f"tokens {min(prompt)} to {max(prompt)}: the model knows 0 to {vocab_size - 1}.")
+
     def abort(self, request_id: str) -> Result:
-        """End a request now. Returns: what it has, tokens that are still on the device left out."""
+        """End a request now, whether it waits or runs. Returns: what it has, tokens that are still on the device left out.
+
+        Raises: KeyError if there is no such request, or it has ended.
+        """
         seq = self.requests[request_id]
         self._end(seq, "abort")
         self._ended.remove(seq)
@@ -123,25 +142,43 @@ class Engine:
         self._ended.remove(seq)
         result = seq.result()
         result.error = error
-        self._failed.append(self.emit(seq, result))
+        self._ready.append(self.emit(seq, result))
 
     def generate(self, prompts: Iterable[Sequence[int]], max_tokens: int = 16, **options: Any) -> list[Result]:
-        """Serve prompts to their ends. Returns: results in the order of the prompts."""
+        """Serve prompts to their ends, beside requests that were added before: what ends of those, the next `step` returns.
+
+        Returns: results in the order of the prompts; without those that a callback aborted, which `abort` returned."""
+        prompts = list(prompts)
+        for prompt in prompts:
+            self._check_request(prompt, max_tokens)
         names = [self.add_request(prompt, max_tokens, **options) for prompt in prompts]
         results: dict[str, Result] = {}
-        while not results.keys() >= set(names):
+        while any(name in self.requests for name in names):
             results.update((result.request_id, result) for result in self.step())
-        return [results[name] for name in names]
+        mine = [results.pop(name) for name in names if name in results]
+        self._ready += results.values()
+        return mine
 
     # ---- steps --------------------------------------------------------------------------------------------------
     def step(self) -> list[Result]:
-        """Launch the next forward, then hand out what the one before it made. Returns: requests that ended with it."""
+        """Launch the next forward, then hand out what the one before it made. Returns: requests that ended with it.
+
+        Raises: RuntimeError while it sleeps, or after a step that raised: what was scheduled was not computed.
+        """
+        if self._asleep or self._torn:
+            raise RuntimeError(
+                "the engine sleeps: wake it first."
+                if self._asleep
+                else "an earlier step raised. Take what there is with sleep(), which aborts all requests, then wake()."
+            )
+        self._torn = True
         before = self._launched
         if self.drafter is not None and before is not None:
             self._handle(before)  # what is verified next depends on how many drafts were accepted
         self._launched = self._launch()
-        if before is not None:
+        if before is not None and self.drafter is None:
             self._handle(before)
+        self._torn = False
         return self._deliver()
 
     def _launch(self) -> _Launched | None:
@@ -195,9 +232,6 @@ class Engine:
 
     def _handle(self, launched: _Launched) -> None:
         """The tokens of a forward, on the host: append them, and see who is done."""
-        if launched.handled:
-            return
-        launched.handled = True
         if launched.event is not None:
             launched.event.synchronize()
         tokens, log_probs = launched.tokens.tolist(), launched.log_probs.tolist()
@@ -210,8 +244,10 @@ class Engine:
             accepted = 0
             while accepted < len(mine) - 1 and seq.drafts[accepted] == mine[accepted]:
                 accepted += 1
+            self.num_accepted += accepted
+            self.num_rejected += len(mine) - 1 - accepted
             seq.num_pending -= self.drafter is None
-            if len(mine) > 1:
+            if len(mine) > 1 and seq in self.scheduler.running:  # if not, it was preempted and has no KV
                 seq.num_computed = chunk.start + accepted + 1
             for token, log_prob in zip(mine[: accepted + 1], theirs, strict=False):
                 seq.token_ids.append(token)
@@ -222,13 +258,17 @@ class Engine:
 
     def _deliver(self) -> list[Result]:
         for seq in (*self.requests.values(), *self._ended):
-            if seq.on_token is not None:
-                for token in seq.token_ids[seq.num_prompt + seq.num_streamed :]:
-                    seq.on_token(seq.request_id, token)
-                seq.num_streamed = len(seq.token_ids) - seq.num_prompt
-        ended, self._ended = self._ended, []
-        failed, self._failed = self._failed, []
-        return failed + [self.emit(seq, seq.result()) for seq in ended]
+            new = seq.token_ids[seq.num_prompt + seq.num_streamed :] if seq.on_token is not None else ()
+            for token in new:
+                if seq.finish_reason == "abort":  # by a callback, just now
+                    break
+                seq.num_streamed += 1
+                seq.on_token(seq.request_id, token)  # type: ignore[misc]
+        while self._ended:
+            seq = self._ended.pop(0)
+            self._ready.append(self.emit(seq, seq.result()))
+        ready, self._ready = self._ready, []
+        return ready
 
     def emit(self, seq: Request, result: Result) -> Result:
         """The last look at a result before it leaves."""
@@ -246,7 +286,10 @@ class Engine:
         return [self.runner] + ([self.drafter.runner] if self.drafter is not None else [])
 
     def warm_up(self, max_model_len: int) -> None:
-        """Compile the decodes of all padded sizes; on a GPU, capture them as CUDA graphs for sequences up to that length."""
+        """Compile the decodes of all padded sizes; on a GPU, capture them as CUDA graphs for sequences up to that length.
+
+        Longer ones are served without. After `wake`, graphs have to be captured again.
+        """
         num_seqs = 2
         while True:
             self.runner.run(self.runner.dummy(num_seqs))
@@ -275,12 +318,14 @@ class Engine:
         if self._launched is not None and self._launched.event is not None:
             self._launched.event.synchronize()
         self._launched = None
+        self._asleep, self._torn = True, False
         for runner in self.runners:
             runner.release()
         return results
 
     def wake(self, num_blocks: int) -> None:
         """A KV cache again, empty."""
+        self._asleep = False
         self.blocks = self.scheduler.blocks = BlockManager(num_blocks, self.blocks.block_size)
         for runner in self.runners:
             runner.allocate(num_blocks)

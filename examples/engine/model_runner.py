@@ -6,7 +6,6 @@ Legend: T tokens of the forward (padding included), R sequences, W blocks of the
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,11 +17,14 @@ from torch.fx.experimental import _config
 
 from engine.attention import NAME, Paged, Shapes
 from engine.scheduler import Chunk
+from engine.sequence import Sequence as Request
+from engine.support import refuse
 
 Ints = npt.NDArray[np.int64]
 
 _PAD = 8
 _SHAPES: Any = _config
+_CHECKED_TOKENS = 24
 
 
 @dataclasses.dataclass(eq=False)
@@ -30,10 +32,13 @@ class Batch:
     """A forward as arrays on the host; chunks one after the other from token 0, then padding.
 
     Attributes:
+        chunks: those of `query_len` tokens first; none in a dummy run.
         token_ids: int64 [T]; -1 - i where the token is still on the device: the i-th that the forward before sampled.
         positions, slot_mapping: int64 [T]; a slot of -1 is padding.
-        outputs: int64, the tokens after which one is sampled.
-        query_len: tokens of each sequence, if it is the same for all (a decode); 0 if not.
+        block_table: int64 [R, W]; a row for each chunk, in order, and at least one that pads.
+        layout: int64 [2 or more, 3], as in `Paged`.
+        outputs: int64, indices of the tokens after which one is sampled, chunk by chunk.
+        query_len: the runner's, if all chunks have so many tokens (a decode, which a CUDA graph may serve); 0 if not.
     """
 
     chunks: list[Chunk]
@@ -47,51 +52,96 @@ class Batch:
 
 
 class ModelRunner:
-    """A causal MoE of transformers, its compiled forward and its KV cache."""
+    """A causal model of transformers, its compiled forward and its KV cache.
 
-    def __init__(
-        self,
-        model: nn.Module,
-        backend: Any,
-        num_blocks: int,
-        block_size: int,
-        query_len: int,
-    ) -> None:
-        config: Any = model.config
-        text = config.get_text_config()
-        kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-        if kinds or "position_ids" not in inspect.signature(model.forward).parameters:
-            raise ValueError(f"{type(model).__name__} does not keep all of its state in a KV cache ({sorted(kinds)}).")
+    Args:
+        backend: what torch.compile compiles the forward with.
+        query_len: tokens of a sequence in a decode: one, and those that it verifies.
+
+    Attributes:
+        sampled: int64, the tokens that the forward before sampled, on the device.
+        graphs: by number of sequences: a captured decode, its static inputs, its static logits.
+
+    Raises: ValueError for a model that it cannot serve right.
+    """
+
+    def __init__(self, model: nn.Module, backend: Any, num_blocks: int, block_size: int, query_len: int) -> None:
+        refuse(model)
         self.model = model.eval()
         self.device = next(model.parameters()).device
-        self.dtype = next(model.parameters()).dtype
         self.block_size = block_size
         self.query_len = query_len
-        model.set_attn_implementation(NAME)  # type: ignore[operator]
         self.compiled: Callable[..., Any] = torch.compile(model, backend=backend, dynamic=True)
-        self.shapes = self._shapes()
         self.kv: list[tuple[Tensor, Tensor]] = []
         self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, dict[str, Tensor], Tensor]] = {}
         self.sampled = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self._replace_attention()
         self.allocate(num_blocks)
 
-    def _shapes(self) -> list[tuple[torch.Size, torch.Size]]:
+    # ---- the model's attention ----------------------------------------------------------------------------------
+    def _replace_attention(self) -> None:
+        """Put the engine's attention into the model, if it then still computes the same.
+
+        Raises: ValueError if not; the model has its own attention again."""
+        ids = (torch.arange(_CHECKED_TOKENS, device=self.device) * 7 + 3) % self.vocab_size
+        model: Any = self.model
+        if model.config._attn_implementation == NAME:  # it was served by another engine
+            model.set_attn_implementation("eager")
+        before = model.config._attn_implementation
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            expected = model(ids[None], use_cache=False).logits[0].float()
+            model.set_attn_implementation(NAME)
+            try:
+                self.cached = self._find_cached(ids)
+                self._check(ids, expected)
+            except BaseException:
+                model.set_attn_implementation(before)
+                raise
+            finally:
+                self.release()
+
+    def _find_cached(self, ids: Tensor) -> list[tuple[Tensor, Tensor]]:
         probe = Shapes()
-        ids = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
-        with torch.no_grad():
-            self.model(ids, position_ids=torch.arange(2, device=self.device)[None], use_cache=False, paged=probe)
+        positions = torch.arange(len(ids), device=self.device)
+        self.model(ids[None], position_ids=positions[None], use_cache=False, paged=probe)
         if sorted(probe.found) != list(range(len(probe.found))) or not probe.found:
-            raise ValueError(f"{type(self.model).__name__} does not pass keyword arguments on to its attention.")
+            raise ValueError(
+                f"{type(self.model).__name__} has attention that is not transformers' attention interface."
+            )
         return [probe.found[layer] for layer in sorted(probe.found)]
+
+    def _check(self, ids: Tensor, expected: Tensor) -> None:
+        """Serve a prompt in chunks and single tokens from scattered blocks: logits are those of the model by itself."""
+        num_blocks = -(-_CHECKED_TOKENS // self.block_size)
+        self.allocate(num_blocks)
+        seq = Request("check", ids.tolist(), _CHECKED_TOKENS, 1, block_table=list(range(num_blocks))[::-1])
+        found, start = [], 0
+        for length in (9, 1, 1, 6, _CHECKED_TOKENS - 17):
+            batch = self.batch([Chunk(seq, start, length, length)], [np.array(seq.token_ids[start : start + length])])
+            inputs = self._on_device(batch)
+            logits = self._forward(self.model, inputs, torch.from_numpy(batch.layout))
+            found.append(logits[:length].float())
+            start += length
+        error = (torch.cat(found) - expected).norm(dim=-1) / expected.norm(dim=-1)
+        tolerance = 1e-3 if self.cached[0][0].dtype.itemsize >= 4 else 0.1
+        if not error.median() <= tolerance:  # not the largest: a near-tie between experts may fall either way
+            raise ValueError(
+                f"{type(self.model).__name__} computes something else with its state in a KV cache of blocks: logits differ by "
+                f"{error.median():.1%} for half of the tokens. It keeps other state, or its attention is of a kind that is not "
+                "known here."
+            )
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids that the model takes are below it."""
+        model: Any = self.model
+        return int(model.get_input_embeddings().num_embeddings)
 
     # ---- KV cache -----------------------------------------------------------------------------------------------
     def allocate(self, num_blocks: int) -> None:
         """A KV cache of `num_blocks` blocks and a bin for padded tokens."""
-        page = (num_blocks + 1, self.block_size)
-        self.kv = [
-            tuple(torch.zeros(*page, *shape, dtype=self.dtype, device=self.device) for shape in shapes)  # type: ignore[misc]
-            for shapes in self.shapes
-        ]
+        pages = (num_blocks + 1, self.block_size)
+        self.kv = [(k.new_zeros(*pages, *k.shape), v.new_zeros(*pages, *v.shape)) for k, v in self.cached]
 
     def release(self) -> None:
         """Free the KV cache, and the graphs that hold on to it."""
@@ -160,10 +210,12 @@ class ModelRunner:
 
     # ---- forwards -----------------------------------------------------------------------------------------------
     def run(self, batch: Batch) -> Tensor:
-        """One forward. Returns: logits [outputs or more, vocabulary], in the order of `batch.outputs`, on the device."""
+        """One forward, in a CUDA graph if one fits.
+
+        Returns: logits [outputs or more, vocabulary] on the device, in the order of `batch.outputs`."""
         graph = self.graphs.get(len(batch.block_table)) if batch.query_len else None
         if graph is None or batch.block_table.shape[1] > graph[1]["block_table"].shape[1]:
-            return self._forward(self._on_device(batch), torch.from_numpy(batch.layout))
+            return self._forward(self.compiled, self._on_device(batch), torch.from_numpy(batch.layout))
         captured, static, logits = graph
         width = static["block_table"].shape[1]
         wide = np.pad(batch.block_table, ((0, 0), (0, width - batch.block_table.shape[1])))
@@ -184,20 +236,17 @@ class ModelRunner:
         self.graphs[num_seqs] = (graph, static, logits)
 
     def run_captured(self, batch: Batch, static: dict[str, Tensor], graph: torch.cuda.CUDAGraph | None) -> Tensor:
-        """A forward of nobody on static inputs: plain, or while a graph captures it."""
+        """A forward of nobody on static inputs: plain, or while a graph captures it. Returns: its logits, static if captured."""
         layout = torch.from_numpy(batch.layout)
         if graph is None:
-            return self._forward(static, layout)
+            return self._forward(self.compiled, static, layout)
         with torch.cuda.graph(graph):
-            return self._forward(static, layout)
+            return self._forward(self.compiled, static, layout)
 
-    def _forward(self, inputs: dict[str, Tensor], layout: Tensor) -> Tensor:
+    def _forward(self, model: Callable[..., Any], inputs: dict[str, Tensor], layout: Tensor) -> Tensor:
         paged = Paged(self.kv, inputs["slot_mapping"], inputs["positions"], inputs["block_table"], layout)
-        with (
-            torch.no_grad(),
-            _SHAPES.patch(use_duck_shape=False),
-        ):  # no graph for each pair of sizes that happen to be equal
-            logits: Tensor = self.compiled(
+        with torch.no_grad(), _SHAPES.patch(use_duck_shape=False):  # no graph for sizes that happen to be equal
+            logits: Tensor = model(
                 inputs["token_ids"][None],
                 position_ids=inputs["positions"][None],
                 use_cache=False,

@@ -25,7 +25,11 @@ class Chunk:
 
 
 class Scheduler:
-    """Running sequences first, each with its next token (and drafts for it) or its next chunk; then waiting ones."""
+    """Running sequences first, each with its next token (and drafts for it) or its next chunk; then waiting ones.
+
+    Attributes:
+        num_hits: admissions that found a prefix in the cache; num_preempted: how often a sequence gave up its blocks.
+    """
 
     def __init__(self, blocks: BlockManager, max_batch_tokens: int, max_num_seqs: int, num_drafts: int) -> None:
         self.blocks = blocks
@@ -34,6 +38,7 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self.num_hits = self.num_preempted = 0
 
     def schedule(self) -> list[Chunk]:
         """The next forward's chunks, decodes first. Empty if nothing can run."""
@@ -47,7 +52,7 @@ class Scheduler:
                 continue
             drafts = self.num_drafts if seq.num_uncomputed == 1 else 0
             length = min(seq.num_uncomputed + drafts, budget)
-            if length < 1 + drafts:
+            if length < 1 + drafts:  # a decode is never cut
                 continue
             if not self._make_room(seq, seq.num_computed + length, {chunk.seq for chunk in chunks}):
                 preempted = True
@@ -64,6 +69,7 @@ class Scheduler:
             self.waiting.popleft()
             self.running.append(seq)
             self.blocks.grow(seq, missing)
+            self.num_hits += bool(seq.num_computed)
             self.admit(seq)
             if seq in self.running:
                 chunks.append(self._take(seq, length, 0))
@@ -71,13 +77,14 @@ class Scheduler:
         return chunks
 
     def admit(self, seq: Sequence) -> None:
-        """A sequence leaves the waiting line; its first `num_computed` positions were found in the cache."""
+        """A sequence leaves the waiting line; its first `num_computed` positions were found in the cache. It may be failed here."""
 
     def preempt(self, seq: Sequence) -> None:
         """Give up its blocks; its tokens, those that were generated included, are forwarded again later."""
         self.running.remove(seq)
         self.blocks.release(seq)
         seq.num_drafted = 0
+        self.num_preempted += 1
         self.waiting.appendleft(seq)
 
     def remove(self, seq: Sequence) -> None:

@@ -38,6 +38,9 @@ class Sequence:
         num_drafted: positions whose KV is in the drafter's cache.
         drafts: tokens that the next forward verifies.
         block_table: KV blocks, in the order of positions.
+        num_sealed: of them, those that the block manager was told are full.
+        num_streamed: generated tokens that `on_token` was called with.
+        finish_reason: as in `Result`; "" while it waits or runs.
     """
 
     request_id: str
@@ -53,6 +56,7 @@ class Sequence:
     num_pending: int = 0
     num_computed: int = 0
     num_drafted: int = 0
+    num_sealed: int = 0
     num_streamed: int = 0
     finish_reason: str = ""
 

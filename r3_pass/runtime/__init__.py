@@ -4,9 +4,10 @@ Moves bytes; never looks into a graph.
 """
 
 from r3_pass.runtime.attach import attach
+from r3_pass.runtime.idle import IdleSession
 from r3_pass.runtime.plan import plan
 from r3_pass.runtime.saved import SavedRows
 from r3_pass.runtime.sequences import Segment, SegmentBatch
 from r3_pass.runtime.session import Session
 
-__all__ = ["SavedRows", "Segment", "SegmentBatch", "Session", "attach", "plan"]
+__all__ = ["IdleSession", "SavedRows", "Segment", "SegmentBatch", "Session", "attach", "plan"]

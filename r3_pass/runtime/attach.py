@@ -13,6 +13,7 @@ from r3_pass.errors import NoRouterFound, RefusedConfiguration, UnsupportedEngin
 from r3_pass.runtime.coverage import Reasons
 from r3_pass.runtime.engines import ADAPTERS
 from r3_pass.runtime.engines.base import EngineAdapter
+from r3_pass.runtime.idle import IdleSession
 from r3_pass.runtime.inputs import count
 from r3_pass.runtime.refusals import check_deployment
 from r3_pass.runtime.session import Session
@@ -33,7 +34,8 @@ def attach(
         session = attach(compiled, num_slots=4096)                # torch.compile(model, backend=r3_pass.backend())
         session = attach(model, backend=backend, num_slots=4096)  # per-layer compilation, a compiled step function
 
-    Comes before or after the first compiled call.
+    Comes before or after the first compiled call. On a rank whose adapter says that another one records (`Deployment`), an
+    `IdleSession`.
 
     Args:
         engine: an engine that an adapter knows, an `EngineAdapter`, a compiled model, or (with `num_slots`) the model itself.
@@ -101,6 +103,8 @@ def _session_of(adapter: EngineAdapter, backend: Backend | str | None, num_layer
     theirs = next((b for b in adapter.backends if isinstance(b, Backend)), None)
     reasons = _reasons(backend if isinstance(backend, Backend) else theirs)
     device = _device_of(adapter.model)
+    if not adapter.deployment.exports:
+        return IdleSession(adapter.model, adapter.num_slots, num_layers, adapter)
     return Session(adapter.model, device, adapter.num_slots, adapter.max_tokens, num_layers, adapter, reasons)
 
 

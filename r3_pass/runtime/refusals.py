@@ -18,6 +18,11 @@ class Deployment:
     Attributes:
         pipeline_parallel: ranks among which the decoder layers are split.
         context_parallel: ranks among which the tokens of one sequence are split, in prefill or decode.
+        tensor_parallel: ranks that hold slices of each layer and route every token alike ...
+        tensor_parallel_rank: ... and which of them this is. Only rank 0 records; the sessions of the others are idle.
+        expert_parallel: ranks among which the experts of a layer are split ...
+        global_expert_ids: ... and the ids in each rank's graph are those of the whole model all the same.
+        layer_devices: where decoder layers lie, as far as the engine places them: "cuda:0", "cpu", "disk".
         gathered_tokens: MoE layers run over tokens of other ranks too (data-parallel attention) ...
         maps_gathered_tokens: ... and the adapter gives `step` a slot mapping of all of them, -1 for those of other ranks.
         moves_kv: KV leaves the cache or comes from elsewhere (offload, transfer between instances) ...
@@ -29,6 +34,11 @@ class Deployment:
 
     pipeline_parallel: int = 1
     context_parallel: int = 1
+    tensor_parallel: int = 1
+    tensor_parallel_rank: int = 0
+    expert_parallel: int = 1
+    global_expert_ids: bool = False
+    layer_devices: tuple[str, ...] = ()
     gathered_tokens: bool = False
     maps_gathered_tokens: bool = False
     moves_kv: bool = False
@@ -36,6 +46,18 @@ class Deployment:
     splits_decode: bool = False
     token_slots: bool = True
     opaque_routers: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raises: ValueError for a rank that there is not."""
+        if not 0 <= self.tensor_parallel_rank < self.tensor_parallel:
+            raise ValueError(
+                f"tensor_parallel_rank={self.tensor_parallel_rank} is none of tensor_parallel={self.tensor_parallel} ranks."
+            )
+
+    @property
+    def exports(self) -> bool:
+        """Whether this rank records and hands out rows."""
+        return self.tensor_parallel_rank == 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +93,21 @@ REFUSALS = (
         "Run with context_parallel=1.",
         lambda d: d.context_parallel != 1,
         lambda d: f"context_parallel={d.context_parallel}",
+    ),
+    Refusal(
+        "expert parallel",
+        "ids in a rank's graph may number its own experts only",
+        "Run with expert_parallel=1, or let the adapter make sure that routers choose among all experts in every rank's graph; "
+        "then say global_expert_ids=True.",
+        lambda d: d.expert_parallel != 1 and not d.global_expert_ids,
+        lambda d: f"expert_parallel={d.expert_parallel}, global_expert_ids=False",
+    ),
+    Refusal(
+        "layers on several devices, or offloaded",
+        "the slot buffer lies on one device, and graphs of layers elsewhere could not write to it",
+        "Load the model onto one device: no device_map over several, and no offload to cpu or disk.",
+        lambda d: len(set(d.layer_devices)) > 1 or "disk" in d.layer_devices,
+        lambda d: f"layer_devices={d.layer_devices}",
     ),
     Refusal(
         "data-parallel attention with gathered tokens",

@@ -170,9 +170,9 @@ class Session:
         """
         with self._lock:
             self._usable()
-            buffer = self._store.required()
             length = length_of(slots)
             if length:
+                buffer = self._store.required()
                 batch = batch_of(SegmentBatch((request_id,), (start,), (length,)))
                 self._delivery.take_over(buffer, batch, slots)
 

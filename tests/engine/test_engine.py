@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import architectures
 import numpy as np
 import pytest
 import torch
+import transformers
 from engine import Engine, ReferenceAdapter, Result
 from reference import VOCAB, Truth, nearly, tiny
 
@@ -99,31 +101,147 @@ def test_with_inductor(device: str) -> None:
     session.detach()
 
 
-SERVED = ["mixtral", "deepseek_v3", "gpt_oss", "olmoe", "glm4_moe", "qwen2_moe", "phimoe", "granitemoe", "ernie4_5_moe"]
+# What the engine refuses to serve, and why; every other architecture it serves.
+REFUSED = {
+    "qwen3_next": "linear_attention layers, which keep a recurrent state",
+    "qwen3_5_moe": "linear_attention layers, which keep a recurrent state",
+    "jamba": "linear_attention layers, which keep a recurrent state",
+    "kimi_linear": "linear_attention layers, which keep a recurrent state",
+    "nemotron_h": "linear_attention layers, which keep a recurrent state",
+    "lfm2_moe": "conv layers, which keep the last inputs of a convolution",
+    "deepseek_v32": "indexed_attention layers, which keep the keys of an indexer",
+    "glm_moe_dsa": "indexed_attention layers, which keep the keys of an indexer",
+    "hy_v4": "indexed_attention layers, which keep the keys of an indexer",
+    "inkling2_text": "hybrid_sliding layers, which keep something that is not known here",
+    "llama4_text": "scales attention .* by positions that it counts by itself",
+    "unlimited_ocr_text": "no head that gives logits",
+    "step3p7_text": "no head that gives logits",
+    "muse_spark_text": "no head that gives logits",
+    "glm4v_moe_text": "no head that gives logits",
+    "switch_transformers": "an encoder-decoder",
+}
+FAST = {"deepseek_v3", "gpt_oss", "lfm2_moe"}
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "deepseek_v3" else pytest.param(name, marks=pytest.mark.slow) for name in SERVED]
-)
-def test_serves_architectures(name: str) -> None:
-    """Other attentions (latent, with sinks, in windows) and routers; tokens are those of the model's own greedy decoding."""
-    built = architectures.build(name)
-    oracle = architectures.build(name)
+def in_ci(name: str) -> Any:
+    return name if name in FAST else pytest.param(name, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("name", [in_ci(name) for name in architectures.ARCHITECTURES if name not in REFUSED])
+def test_serves(name: str) -> None:
+    """Every attention and every router that it can serve at all."""
+    serves(architectures.build(name), architectures.build(name))
+
+
+@pytest.mark.parametrize("name", [in_ci(name) for name in REFUSED])
+def test_refuses(name: str) -> None:
+    """At construction, by name; the model has its own attention again."""
+    model: Any = architectures.build(name).model
+    before = model.config._attn_implementation
+    with pytest.raises(ValueError, match=f"{type(model).__name__} .*{REFUSED[name]}"):
+        Engine(model, r3_pass.backend("eager"))
+    assert model.config._attn_implementation == before
+
+
+@pytest.mark.slow
+def test_serves_attention_in_chunks() -> None:
+    """Llama 4, with what it is refused for turned off."""
+    built, oracle = architectures.build("llama4_text"), architectures.build("llama4_text")
+    for module in (*built.model.modules(), *oracle.model.modules()):
+        if hasattr(module, "attn_temperature_tuning"):
+            module.attn_temperature_tuning = False
+    serves(built, oracle)
+
+
+def serves(built: Any, oracle: Any) -> None:
+    """Tokens are those of the model's own greedy decoding, and rows those of its routers; also past windows and chunks."""
     engine = Engine(built.model, r3_pass.backend("eager"), num_blocks=32, block_size=4, max_batch_tokens=16)
     session = r3_pass.runtime.attach(ReferenceAdapter(engine))
-    for result in engine.generate([[5, 6, 7, 8, 9, 10, 11], [5, 6, 7, 8, 9, 10, 12, 13], [3]], max_tokens=12):
+    prompts = [[5, 6, 7, 8, 9, 10, 11], [5, 6, 7, 8, 9, 10, 12, 13], [3], list(range(20, 40))]
+    for result in engine.generate(prompts, max_tokens=12):
         tokens = torch.tensor([result.prompt_token_ids + result.token_ids])
         with torch.no_grad():
-            logits = oracle.model(input_ids=tokens, use_cache=False).logits[0]
-        assert logits.argmax(-1)[len(result.prompt_token_ids) - 1 : -1].tolist() == result.token_ids
+            scores = oracle.model(input_ids=tokens, use_cache=False).logits[0].log_softmax(-1)
+        best = scores[len(result.prompt_token_ids) - 1 : -1].max(-1)
+        assert best.indices.tolist() == result.token_ids
+        assert np.allclose(best.values, result.log_probs, atol=1e-4)
         rows = result.routed_experts
         for layer, ids in oracle.truth({"input_ids": tokens}).items():
-            mine = rows[:, layer, : ids.shape[1]].astype(np.int64)
-            theirs = ids[:-1].numpy()
-            if not architectures.ARCHITECTURES[name].ordered:
+            mine, theirs = rows[:, layer, : ids.shape[1]].astype(np.int64), ids[:-1].numpy()
+            if not oracle.architecture.ordered:
                 mine, theirs = np.sort(mine), np.sort(theirs)
             assert np.array_equal(mine, theirs), f"layer {layer}"
     session.detach()
+
+
+def test_serves_capped_scores() -> None:
+    """Gemma 2, which is dense: tokens only."""
+    torch.manual_seed(0)
+    config = transformers.Gemma2Config(
+        vocab_size=VOCAB, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=8, query_pre_attn_scalar=1, attn_logit_softcapping=1.0, sliding_window=6,
+    )  # fmt: skip
+    model = transformers.Gemma2ForCausalLM(config).eval()
+    for parameter in model.parameters():
+        parameter.requires_grad_(False).normal_(0, 0.7)
+    oracle = copy.deepcopy(model)
+    engine = Engine(model, "eager", num_blocks=16, block_size=4, max_batch_tokens=8)
+    (result,) = engine.generate(prompts(1, 11), max_tokens=12)
+    tokens = torch.tensor([result.prompt_token_ids + result.token_ids])
+    assert oracle(tokens).logits[0].argmax(-1)[10:-1].tolist() == result.token_ids
+
+
+def longrope(model: Any) -> None:
+    model.model.rotary_emb.rope_type = "longrope"
+
+
+def bidirectional(model: Any) -> None:
+    model.model.layers[1].self_attn.is_causal = False
+
+
+def looks_back(model: Any) -> None:
+    """A layer that mixes a token with the one before it, outside of attention."""
+    mlp = model.model.layers[0].mlp
+    forward = mlp.forward
+    mlp.forward = lambda x: forward(x + x.roll(1, 1))
+
+
+def counts_positions(model: Any) -> None:
+    rotary = model.model.rotary_emb
+    forward = rotary.forward
+    rotary.forward = lambda x, position_ids: forward(x, torch.arange(x.shape[1])[None])
+
+
+def own_attention(model: Any) -> None:
+    attention = model.model.layers[1].self_attn
+    attention.forward = lambda hidden_states, **_: (attention.o_proj(attention.q_proj(hidden_states)), None)
+    model.model.layers[0].self_attn.layer_idx = 1
+
+
+def deaf(model: Any) -> None:
+    attention = model.model.layers[0].self_attn
+    forward = attention.forward
+    attention.forward = lambda hidden_states, position_embeddings, attention_mask=None, **_: forward(
+        hidden_states, position_embeddings, attention_mask
+    )
+
+
+@pytest.mark.parametrize(
+    "change, why",
+    [
+        (longrope, "longrope rotary embeddings"),
+        (bidirectional, "a mask of its own"),
+        (looks_back, "computes something else"),
+        (counts_positions, "computes something else"),
+        (deaf, "does not pass keyword arguments on"),
+        (own_attention, "not transformers' attention interface"),
+    ],
+)
+def test_refuses_what_no_layer_kind_tells(change: Any, why: str) -> None:
+    model = tiny(0)
+    change(model)
+    with pytest.raises(ValueError, match=why):
+        Engine(model, "eager")
 
 
 def test_callbacks_come_in_order_and_a_step_late() -> None:
@@ -138,6 +256,102 @@ def test_callbacks_come_in_order_and_a_step_late() -> None:
     while not results:
         results = engine.step()
     assert results[0].request_id == name and results[0].token_ids == seen and len(results[0].log_probs) == 5
+    session.detach()
+
+
+def test_a_request_may_be_aborted_by_its_own_callback() -> None:
+    engine, session, truth = serve("cpu")
+    aborted: list[Result] = []
+
+    def third(name: str, token: int) -> None:
+        seq = engine.requests[name]
+        if len(seq.token_ids) == seq.num_prompt + 3:
+            aborted.append(engine.abort(name))
+
+    assert engine.generate([[1, 2, 3]], max_tokens=9, on_token=third) == []
+    (result,) = aborted
+    tokens = (1, 2, 3, *result.token_ids)
+    assert result.finish_reason == "abort" and len(result.token_ids) == 3
+    assert np.array_equal(result.routed_experts, truth.rows(tokens)[:-1])
+    with pytest.raises(KeyError):
+        engine.abort(result.request_id)
+    session.detach()
+
+
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_abort_of_requests_that_wait_and_that_run(num_drafts: int) -> None:
+    engine, session, truth = serve("cpu", num_drafts, max_num_seqs=2)
+    for _ in range(4):
+        engine.add_request([1, 2, 3, 4, 5, 6], 9)
+    assert len(engine.abort("req_3").routed_experts) == 0
+    engine.step()
+    running = engine.abort("req_0")
+    assert running.token_ids == [] and np.array_equal(running.routed_experts, truth.rows((1, 2, 3, 4, 5, 6))[:5])
+    done = [result for _ in range(40) for result in engine.step()]
+    assert [result.request_id for result in done] == ["req_1", "req_2"]
+    check(done, truth)
+    assert not engine.requests and len(engine.blocks.free) == engine.blocks.num_blocks
+    session.detach()
+
+
+def test_generate_leaves_results_of_earlier_requests_to_the_next_step() -> None:
+    engine, session, truth = serve("cpu")
+    engine.add_request([1, 2, 3], 2, request_id="earlier")
+    check(engine.generate(prompts(2, 9), max_tokens=6), truth)
+    (earlier,) = engine.step()
+    assert earlier.request_id == "earlier"
+    check([earlier], truth)
+    with pytest.raises(ValueError, match="tokens 1 to 99"):
+        engine.generate([[1, 2], [1, 99]])
+    assert not engine.requests
+    session.detach()
+
+
+@pytest.mark.parametrize("num_drafts", [1, 3])
+def test_a_stop_token_among_accepted_drafts_ends_the_request(num_drafts: int) -> None:
+    engine, session, truth = serve("cpu", num_drafts)
+    (whole,) = engine.generate([[1, 2, 3]], max_tokens=20)
+    for stop in set(whole.token_ids):
+        (result,) = engine.generate([[1, 2, 3]], max_tokens=20, stop_token_ids=[stop])
+        assert result.token_ids == whole.token_ids[: whole.token_ids.index(stop) + 1] and result.finish_reason == "stop"
+        check([result], truth)
+    assert engine.num_accepted and engine.num_rejected
+    session.detach()
+
+
+def test_many_decodes_with_drafts_share_a_small_budget() -> None:
+    """Room for one decode and its drafts a step, and for a prompt in small pieces: all come to their ends."""
+    engine, session, truth = serve("cpu", 3, max_batch_tokens=5, num_blocks=16)
+    check(engine.generate(prompts(5, 14), max_tokens=9), truth)
+    session.detach()
+
+
+@pytest.mark.cuda
+def test_sequences_longer_than_the_captured_graphs() -> None:
+    engine, session, truth = serve("cuda")
+    check(engine.generate([*prompts(1, 60), *prompts(2, 9, seed=1)], max_tokens=40), truth)
+    session.detach()
+
+
+def test_after_a_step_that_raised_nothing_goes_on() -> None:
+    """What was scheduled was not computed: going on would attend to KV that is not there."""
+    engine, session, truth = serve("cpu")
+    engine.add_request([1, 2, 3], 5)
+    engine.step()
+    run, engine.runner.run = engine.runner.run, lambda batch: 1 // 0  # type: ignore[method-assign]
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+    engine.runner.run = run  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="an earlier step raised"):
+        engine.step()
+    (result,) = engine.sleep()
+    assert np.array_equal(result.routed_experts, truth.rows((1, 2, 3))[:2])
+    with pytest.raises(RuntimeError, match="sleeps"):
+        engine.step()
+    with pytest.raises(ValueError, match="sleeps"):
+        engine.add_request([1])
+    engine.wake(20)
+    check(engine.generate(prompts(2, 9), max_tokens=4), truth)
     session.detach()
 
 

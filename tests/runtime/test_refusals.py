@@ -51,6 +51,8 @@ class Engine(EngineAdapter):
 REFUSED = {
     "pipeline parallel": Deployment(pipeline_parallel=2),
     "context parallel": Deployment(context_parallel=4),
+    "expert parallel": Deployment(expert_parallel=2),
+    "layers on several devices, or offloaded": Deployment(layer_devices=("cuda:0", "cuda:1")),
     "data-parallel attention with gathered tokens": Deployment(gathered_tokens=True),
     "KV transfer or offload without its rows": Deployment(moves_kv=True),
     "prefill and decode in different engines": Deployment(splits_decode=True),
@@ -81,6 +83,9 @@ def test_a_deployment_is_refused_at_attach(what: str) -> None:
     "deployment",
     [
         Deployment(),
+        Deployment(tensor_parallel=8),
+        Deployment(expert_parallel=8, global_expert_ids=True),
+        Deployment(layer_devices=("cuda:3",)),
         Deployment(gathered_tokens=True, maps_gathered_tokens=True),
         Deployment(moves_kv=True, splits_decode=True, carries_rows=True),
     ],

@@ -45,7 +45,8 @@ What an adapter must get right, each of which some recorder got wrong before:
 5. **One request's trouble is one request's.** `StaleRoutes` or `MissingRoutes` from `prefix_hit` and `finish` fail that
    request through the engine's own error channel; what `step` raises stops the engine, since no later row could be trusted.
 6. **What cannot be recorded is said, not tried**: `deployment` states how the engine runs (pipeline parallel, KV offload, ...),
-   and `attach` refuses by it.
+   and `attach` refuses by it. On tensor-parallel ranks other than 0 the session is idle: the same adapter runs there, and
+   `finish`, `abort` and `extract` return None.
 7. **`uninstall` leaves the engine as it was**, also while its thread runs. A session calls it without holding its own lock.
 """
 
@@ -92,7 +93,8 @@ class RecordingSession(Protocol):
         """The request's KV is gone and its num_tokens tokens will be forwarded again; exported rows stay."""
 
     def finish(self, request_id: Hashable, num_tokens: int, start: int = 0) -> Rows:
-        """int16 [num_tokens - 1 - start, num_layers, top_k]. Raises MissingRoutes if a row is missing."""
+        """int16 [num_tokens - 1 - start, num_layers, top_k]; None on a rank that does not export. Raises MissingRoutes if a row
+        is missing."""
 
     def abort(self, request_id: Hashable, num_tokens: int, start: int = 0) -> Rows:
         """As many of these rows as the request has, without a gap."""

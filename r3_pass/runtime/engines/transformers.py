@@ -25,6 +25,7 @@ from torch import nn
 from r3_pass.errors import R3Error, RefusedConfiguration, UnsupportedEngine
 from r3_pass.runtime.engines.base import EngineAdapter, RecordingSession, WrapPoints
 from r3_pass.runtime.engines.transformers_batches import BatchRecorder
+from r3_pass.runtime.refusals import Deployment
 
 _CACHED_MANAGER = "_cached_continuous_batching_manager"  # where a model keeps its persistent manager
 
@@ -80,6 +81,26 @@ class TransformersAdapter(EngineAdapter):
         config = self._manager.continuous_batching_config
         compiled = (config.varlen_compile_config, config.decode_compile_config)
         return tuple([entry.backend for entry in compiled if entry is not None])
+
+    @property
+    def deployment(self) -> Deployment:
+        """What the model says of how it was loaded: its device map, its parallel sizes.
+
+        Raises: RefusedConfiguration for tensor-parallel ranks of which it does not say which this is.
+        """
+        model: Any = self._engine_model
+        plan = getattr(getattr(model, "config", None), "distributed_config", None)
+        tensor_parallel = getattr(model, "tp_size", None) or 1
+        experts = getattr(plan, "ep_size", None) or (
+            tensor_parallel if getattr(plan, "enable_expert_parallel", 0) else 1
+        )
+        return Deployment(
+            pipeline_parallel=getattr(plan, "pp_size", None) or 1,
+            tensor_parallel=tensor_parallel,
+            tensor_parallel_rank=_rank_of(model) if tensor_parallel > 1 else 0,
+            expert_parallel=experts,
+            layer_devices=tuple(sorted({_device_name(d) for d in getattr(model, "hf_device_map", {}).values()})),
+        )
 
     def install(self, session: RecordingSession) -> None:
         with self._lock:
@@ -249,6 +270,23 @@ class TransformersAdapter(EngineAdapter):
 
 def _is_manager(engine: object) -> bool:
     return all(hasattr(engine, name) for name in ("batch_processor", "_create_batch_processor", "add_request", "model"))
+
+
+def _rank_of(model: Any) -> int:
+    """Which tensor-parallel rank this is."""
+    mesh = getattr(model, "_device_mesh", None)
+    if mesh is not None and "tp" in (mesh.mesh_dim_names or ()):
+        return int(mesh.get_local_rank("tp"))
+    if mesh is not None and mesh.ndim == 1:
+        return int(mesh.get_local_rank())
+    raise RefusedConfiguration(
+        f"{type(model).__name__} is tensor parallel (tp_size={model.tp_size}), and its device mesh does not say which rank this "
+        "is: only rank 0 may record. Load it with one rank, or write an adapter that knows (Deployment.tensor_parallel_rank)."
+    )
+
+
+def _device_name(device: Any) -> str:
+    return f"cuda:{device}" if isinstance(device, int) else str(device)
 
 
 def _wait_for_processor(manager: Any, seconds: float = 60.0) -> None:

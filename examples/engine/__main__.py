@@ -1,0 +1,174 @@
+"""Serve a dozen prompts with all that an engine does to its KV cache, and prove every row of `routed_experts`.
+
+    python examples/engine                                              # a tiny random MoE, runs anywhere
+    python examples/engine --model NAME --device cuda --inner inductor  # any causal MoE of transformers
+
+Prompts share their heads (prefix hits), more run than fit (preemption), a second MoE drafts tokens (speculation), and the engine
+sleeps and wakes in the middle. Each request's rows are then held against one prefill of its tokens by the eager model, as its
+routers return them: no cache, no graph, no r3_pass. Exits with an error unless all rows are equal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import re
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+if __package__ != "engine":  # started as a folder, which Python then searches for modules: its parent has the package
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import transformers
+from torch import Tensor, nn
+
+import r3_pass
+from engine import Engine, ReferenceAdapter, Result
+
+HEADS = [
+    "You are a careful assistant. Answer in one short sentence, and say so where you are not sure.\n",
+    "Translate into plain English:\n",
+    "def fibonacci(n):\n    ",
+]
+TAILS = [
+    "Why is the sky blue?",
+    "Why is the sky red at dusk?",
+    "What does a compiler pass do?",
+    "return n if n < 2 else",
+]
+NUM_DRAFTS = 3
+
+
+def tiny() -> nn.Module:
+    """A Qwen3-MoE with random weights, the first of its layers dense; a token is a byte."""
+    torch.manual_seed(0)
+    config: Any = transformers.Qwen3MoeConfig(
+        vocab_size=256, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        intermediate_size=64, moe_intermediate_size=16, num_experts=16, num_experts_per_tok=4, mlp_only_layers=[0],
+    )  # fmt: skip
+    config._experts_implementation = "batched_mm"
+    model: nn.Module = transformers.Qwen3MoeForCausalLM(config)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.requires_grad_(False).normal_(0, 0.5)
+    return model.double()
+
+
+def nearly(model: nn.Module) -> nn.Module:
+    """A drafter that often, not always, guesses what the model says: the same with noise on its head."""
+    drafter: Any = copy.deepcopy(model)
+    head = drafter.get_output_embeddings().weight
+    head.requires_grad_(False).add_(torch.randn_like(head) * head.std() * 0.1)
+    return drafter  # type: ignore[no-any-return]
+
+
+class Eager:
+    """What the routers of a model return in one prefill."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.ids: dict[int, Tensor] = {}
+        for path, module in model.named_modules():
+            layer = re.search(r"\.(\d+)\.", path)
+            if layer and re.search(r"(Router|Gate|Gating)$", type(module).__name__):
+                module.register_forward_hook(lambda _, __, out, layer=int(layer[1]): self._keep(layer, out))
+
+    def _keep(self, layer: int, output: Any) -> None:
+        leaves = output if isinstance(output, tuple) else (output,)
+        self.ids.update((layer, t.flatten(0, -2)) for t in leaves if isinstance(t, Tensor) and t.dtype == torch.int64)
+
+    def equal(self, result: Result, layers: tuple[int, ...]) -> int:
+        """How many of a request's rows are those of the eager model. Every recorded layer has to show its router's ids."""
+        tokens = torch.tensor([result.prompt_token_ids + result.token_ids], device=next(self.model.parameters()).device)
+        self.ids.clear()
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            self.model(tokens, use_cache=False)
+        rows: npt.NDArray[np.int16] = result.routed_experts
+        if sorted(self.ids) != list(layers) or len(rows) != tokens.shape[1] - 1:
+            raise SystemExit(
+                f"{len(rows)} rows of layers {layers}; the eager routers of layers {sorted(self.ids)} ran."
+            )
+        right = np.ones(len(rows), bool)
+        for layer, ids in self.ids.items():
+            right &= (rows[:, layer, : ids.shape[1]] == ids[:-1].cpu().numpy()).all(-1)
+        return int(right.sum())
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python examples/engine", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "--model", help="a causal MoE of transformers, in float32; by default a tiny random one, in float64"
+    )
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--inner", default="aot_eager", help="compiler behind the pass, e.g. inductor")
+    parser.add_argument("--new-tokens", type=int, default=24)
+    given = parser.parse_args(arguments)
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    torch.backends.cuda.matmul.allow_tf32 = False
+    if not given.model:
+        torch.set_num_threads(1)  # its products are too small to be shared among threads
+
+    texts = [head + tail for tail in TAILS for head in HEADS]
+    if given.model:
+        model = transformers.AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(given.model)
+        prompts = [tokenizer(text)["input_ids"] for text in texts]
+    else:
+        model, prompts = tiny(), [list(text.encode()) for text in texts]
+    model.requires_grad_(False).eval().to(given.device)
+    eager = Eager(copy.deepcopy(model))
+
+    longest = max(map(len, prompts)) + given.new_tokens + NUM_DRAFTS
+    num_blocks = 2 * -(-longest // 8)  # two whole requests: the eight that run take each other's
+    engine = Engine(
+        model,
+        r3_pass.backend(given.inner),
+        drafter=nearly(model),
+        num_drafts=NUM_DRAFTS,
+        num_blocks=num_blocks,
+        block_size=8,
+        max_batch_tokens=64,
+        max_num_seqs=8,
+    )
+    session = r3_pass.runtime.attach(ReferenceAdapter(engine))
+    print(f"serving {type(model).__name__} on {given.device} ({given.inner}), {num_blocks} blocks of 8 slots")
+    engine.warm_up(max_model_len=longest)
+    served = {"all": engine.generate(prompts, given.new_tokens)}
+    served["asleep"] = _interrupted(engine, prompts[0])
+    engine.wake(num_blocks + 8)
+    engine.warm_up(max_model_len=longest)
+    served["after sleep"] = engine.generate(prompts[:6], given.new_tokens)
+    session.check_integrity()
+    layers = session.describe().layers
+    session.detach()
+
+    print(f"\n{'':12} requests  rows equal")
+    wrong = 0
+    for name, results in served.items():
+        rows = sum(len(result.routed_experts) for result in results)
+        equal = sum(eager.equal(result, layers) for result in results)
+        wrong += rows - equal
+        print(f"{name:12} {len(results):8}  {equal} of {rows}")
+    scheduler = engine.scheduler
+    print(f"\nprefix hits {scheduler.num_hits}, preemptions {scheduler.num_preempted}", end="")
+    print(f", drafts accepted {engine.num_accepted}, rejected {engine.num_rejected}")
+    if wrong or any(result.error for results in served.values() for result in results):
+        raise SystemExit(f"{wrong} rows differ from the eager model's.")
+
+
+def _interrupted(engine: Engine, prompt: list[int]) -> list[Result]:
+    """A request that sleep ends, once it has tokens: its rows are those of what it has."""
+    engine.add_request(prompt, max_tokens=16)
+    while not any(len(seq.token_ids) > seq.num_prompt for seq in engine.requests.values()):
+        engine.step()
+    return engine.sleep()
+
+
+if __name__ == "__main__":
+    main()
