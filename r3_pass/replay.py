@@ -381,10 +381,10 @@ class ForcedGraph:
         """
         leaves = results if isinstance(results, tuple | list) else ()
         nodes = {id(t.grad_fn): t.grad_fn for t in leaves if isinstance(t, Tensor) and t.grad_fn is not None}
-        saved = None
+        kept: Tensor | None = None  # the node itself does not keep what it saved, in torch 2.11
         if mark is not None:
             anchor = torch.zeros(1, requires_grad=True)
-            saved = _Saved.apply(anchor, torch.tensor([mark.number])).grad_fn  # type: ignore[no-untyped-call]
+            kept = _Saved.apply(anchor, torch.tensor([mark.number]))  # type: ignore[no-untyped-call]
             if not recomputes:
                 marks = self.replays.marks.get(weight)
                 if marks is None:
@@ -399,10 +399,11 @@ class ForcedGraph:
             if active is not None:
                 active.backward = True
             task = torch._C._current_graph_task_id()
-            if mark is None or saved is None or task in compared:
+            if mark is None or kept is None or task in compared:
                 return
             compared.add(task)  # outputs have several nodes, and what is saved can be read once
             try:
+                saved: Any = kept.grad_fn
                 (again,) = saved.saved_tensors
             except CheckpointError as error:
                 if replays.number(active.given if active is not None else None) == mark.number:
