@@ -205,6 +205,7 @@ def draw(
         axes[0].plot(ordered, 1 - np.arange(len(ordered)) / len(ordered), label=f"{name}: k3 {found.k3:.2e}")
     axes[0].set(xscale="symlog", yscale="log", xlabel="|Δ log p| of a token", ylabel="share of tokens above")
     axes[0].set_xscale("symlog", linthresh=1e-3)
+    axes[0].set_xlim(left=0)
     axes[0].axvline(0.1, color="grey", linewidth=0.8, linestyle=":")
     axes[0].legend()
     for name, entries in (layers or {}).items():
