@@ -74,13 +74,22 @@ class Place:
 
 @dataclasses.dataclass
 class Placement:
-    """A graph's sites, placed by the weights of one call."""
+    """A graph's sites, placed by the weights of one call.
+
+    Attributes:
+        columns: int64 [N] on the device, the stored layer of each site, -1 for none; numbers: the same on the host.
+        stored: those that are some layer's.
+    """
 
     graph: Witnesses
     weights: tuple[Any, ...]
     problems: dict[str, None]
-    stored: tuple[int, ...]
+    numbers: tuple[int, ...]
     columns: Tensor
+
+    @property
+    def stored(self) -> tuple[int, ...]:
+        return tuple(n for n in self.numbers if n >= 0)
 
     def stands(self, graph: Witnesses, weights: tuple[Any, ...]) -> bool:
         return self.graph is graph and all(a is b for a, b in zip(self.weights, weights, strict=True))
@@ -339,7 +348,7 @@ class Binding:
             columns = columns.pin_memory().to(self.device, non_blocking=True)
             kernels.prepare(columns)
         problems = dict.fromkeys(p.problem for p in places if p.problem)
-        return Placement(graph, weights, problems, tuple(n for n in numbers if n >= 0), columns)
+        return Placement(graph, weights, problems, tuple(numbers), columns)
 
     def _name_experts(self, layer: int, block: Block, site: Accepted) -> None:
         """Note how many ids of a layer name an expert, by the graph, else by the model's modules."""

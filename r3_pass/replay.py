@@ -241,7 +241,7 @@ class Replay:
     def _make(self, graph: ForcedGraph, binding: Binding, placement: Placement, tokens: int) -> Tensor:
         given = self.given
         columns: list[int | None] = []
-        for number, stored in enumerate(placement.columns.tolist()):
+        for number, stored in enumerate(placement.numbers):
             site, why = graph.witnesses.sites[number], graph.unforced[number]
             if stored < 0 or site.fixed:
                 columns.append(None)

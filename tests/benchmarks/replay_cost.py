@@ -2,10 +2,10 @@
 
     python tests/benchmarks/replay_cost.py [--layers 6] [--tokens 8192] [--inner inductor] [--out results.json]
 
-Layers of the geometry of Qwen3-30B-A3B (hidden 2048, 128 experts, top 8) in bfloat16 with random weights; forward, backward, optimizer.
-Milliseconds of a whole step from an idle GPU to an idle GPU, checks and upload of the routes included; off and on alternate, and a figure
-is the median. `off` is live routing in the same function; `on, host` gets int16 numpy rows as a rollout hands them out, `on, GPU` a
-tensor that is there already. The routes are the model's own choice, so that all three do the same work.
+Layers of the geometry of Qwen3-30B-A3B (hidden 2048, 128 experts, top 8) in bfloat16 with random weights; forward, backward,
+optimizer. Milliseconds of a whole step from an idle GPU to an idle GPU, checks and upload of the routes included; off and on
+alternate, and a figure is the median. `off` is live routing in the same function; `on, host` gets int16 numpy rows as a rollout
+hands them out, `on, GPU` a tensor that is there already. The routes are the model's own choice, so that all three do the same work.
 """
 
 from __future__ import annotations
