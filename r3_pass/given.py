@@ -21,7 +21,7 @@ _CHANCE = 1e-6
 
 
 class Given:
-    """Routes as int32 [R, L, K] on the device they came on, -1 for the live router; a copy.
+    """Routes as int32 [R, L, K], -1 for the live router; a copy, on a GPU where one is named or they came from one.
 
     Attributes:
         rows: R.
@@ -31,11 +31,11 @@ class Given:
     Raises: InvalidRoutes if the array has another shape or dtype.
     """
 
-    def __init__(self, routes: Any, on_bad_row: OnBadRow = "error") -> None:
+    def __init__(self, routes: Any, on_bad_row: OnBadRow = "error", device: torch.device | None = None) -> None:
         if on_bad_row not in ("error", "live"):
             raise ValueError(f"on_bad_row is 'error' or 'live', got {on_bad_row!r}")
         self.on_bad_row = on_bad_row
-        ids = _tensor(routes)
+        ids = _tensor(routes, device)
         self.sequences = int(ids.shape[0]) if ids.dim() == 4 else None
         self.ids = ids.flatten(0, 1) if ids.dim() == 4 else ids
         self.rows, self.layers, self.columns = map(int, self.ids.shape)
@@ -57,10 +57,14 @@ class Given:
         ids = self.ids
         columns = ids.movedim(-1, 0).contiguous()
         valid = columns >= 0
-        twice = torch.zeros(columns.shape[1:], dtype=torch.bool, device=ids.device)
-        for j in range(1, self.columns):
-            for i in range(j):
-                twice |= (columns[i] == columns[j]) & valid[j]
+        if ids.device.type == "cpu":
+            twice = torch.zeros(columns.shape[1:], dtype=torch.bool)
+            for j in range(1, self.columns):
+                for i in range(j):
+                    twice |= (columns[i] == columns[j]) & valid[j]
+        else:  # where a launch costs more than a sort
+            ordered = ids.sort(-1).values
+            twice = ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any(-1)
         hole = (valid[1:] & ~valid[:-1]).any(0) if self.columns > 1 else torch.zeros_like(twice)
         self._twice, self._hole = twice, hole | (columns < -1).any(0)
         self._summarise()
@@ -176,21 +180,23 @@ class Given:
         return laid
 
 
-def _tensor(routes: Any) -> Tensor:
-    """int32 [R, L, K] or [B, S, L, K], a copy."""
+def _tensor(routes: Any, device: torch.device | None) -> Tensor:
+    """int32 [R, L, K] or [B, S, L, K], a copy; on the GPU that is named, checks are a matter of microseconds."""
     if isinstance(routes, np.ndarray):
         if routes.dtype.kind not in "iu":
             raise InvalidRoutes(f"routes are integers, got {routes.dtype}. Pass expert ids, -1 for the live router.")
         if routes.dtype.itemsize == 8 and routes.size and int(routes.max()) > torch.iinfo(torch.int32).max:
             raise InvalidRoutes(f"routes hold the id {int(routes.max())}: no model has so many experts.")
-        found = torch.from_numpy(routes.astype(np.int32))
+        found = torch.from_numpy(
+            routes.astype(np.int32 if routes.dtype.itemsize > 2 or routes.dtype.kind == "u" else np.int16)
+        )
     elif isinstance(routes, Tensor):
         if routes.dtype.is_floating_point or routes.dtype.is_complex or routes.dtype == torch.bool:
             raise InvalidRoutes(f"routes are integers, got {routes.dtype}. Pass expert ids, -1 for the live router.")
         wide = routes.dtype in (torch.int64, torch.uint64, torch.uint32) and routes.numel()
         if wide and int(routes.max()) > torch.iinfo(torch.int32).max:
             raise InvalidRoutes(f"routes hold the id {int(routes.max())}: no model has so many experts.")
-        found = routes.detach().to(torch.int32, copy=True)
+        found = routes.detach()
     else:
         raise ValueError(f"routes are a numpy array or a torch tensor of integers, got {type(routes).__name__}")
     if found.dim() not in (3, 4) or 0 in found.shape[-2:]:
@@ -199,4 +205,6 @@ def _tensor(routes: Any) -> Tensor:
             "tokens, or padded "
             "[batch, seq, layers, top_k]."
         )
-    return found
+    if device is not None and device.type == "cuda":
+        found = found.to(device)
+    return found.to(torch.int32, copy=True)

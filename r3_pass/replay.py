@@ -75,6 +75,7 @@ class Replays:
         fallback: rows of each layer that were bad and went to the live router.
         marks: by weight, forwards that may yet be recomputed. Grad mode tells graphs apart, so these stand here.
         last: by weight, whether its last forward was replayed.
+        device: where the last graph that was compiled routes; routes are checked there.
     """
 
     def __init__(self) -> None:
@@ -83,6 +84,7 @@ class Replays:
         self.lock = threading.RLock()
         self.forwards: Counter[int] = Counter()
         self.fallback: Counter[int] = Counter()
+        self.device: torch.device | None = None
         self._open: tuple[Replay, ...] = ()
         self._frames: list[weakref.ref[nn.Module]] = []
         self._models: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -143,7 +145,7 @@ class Replay:
     """One context: `with backend.replay(routes)`. May be entered again, also for a backward that comes later."""
 
     def __init__(self, replays: Replays, routes: Any, model: nn.Module | None, on_bad_row: OnBadRow) -> None:
-        self.given = Given(routes, on_bad_row)
+        self.given = Given(routes, on_bad_row, replays.device)
         self.model = model
         self.forwards: Counter[int] = Counter()
         self.backward = False
@@ -312,6 +314,7 @@ class ForcedGraph:
         self.refused = tuple(refused)
         self.top_k = made.top_k
         self.device = device
+        replays.device = device
         self._tokens = _token_counter(module, made.tokens)
         self.placed: dict[tuple[int, Place], None] = {}
 
