@@ -77,15 +77,23 @@ def samples(batch: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("checkpointing", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_rows_stay_with_their_samples(tmp_path: Path, checkpointing: bool) -> None:
-    """Two iterations over each rollout, two accumulated batches, shuffled and split, weights changing in between."""
+def test_rows_stay_with_their_samples(tmp_path: Path, checkpointing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two iterations over each rollout, two accumulated batches, shuffled and split, weights changing in between.
+
+    Pages are small, so that a prompt's second sample takes its prefix from the cache.
+    """
     trainer = trl_grpo.make_trainer(
         tmp_path, torch.float32, Checked, inner="aot_eager", max_steps=4, per_device_train_batch_size=4, num_generations=2,
-        gradient_checkpointing=checkpointing, max_completion_length=8,
+        gradient_checkpointing=checkpointing, max_completion_length=8, pad_to_multiple_of=8 if checkpointing else None,
+        transformers_continuous_batching_config={"num_blocks": 128, "page_size": 8, "max_batch_tokens": 32},
     )  # fmt: skip
     trainer.eager, trainer.orders, trainer.wrong = Qwen3MoeForCausalLM.from_pretrained(tmp_path), [], []
+    shared: list[int] = []
+    prefix_hit = trainer.session.prefix_hit
+    monkeypatch.setattr(trainer.session, "prefix_hit", lambda *args: (shared.append(len(args[2])), prefix_hit(*args)))
     before = {name: p.clone() for name, p in trainer.policy.named_parameters()}
     trainer.train()
+    assert sum(shared) > 0, "no prefix was shared"
     assert len(trainer.wrong) == 8, "4 steps of 2 batches"
     assert all(right == 0 and other > 0 and shifted > 0 for right, other, shifted in trainer.wrong), trainer.wrong
     for generated, trained in trainer.orders:
