@@ -104,6 +104,9 @@ class Given:
                 f"layer {layer} chooses {top_k} experts for a token, the routes have {self.columns} columns: they are "
                 "those of another model, or columns were cut off."
             )
+        self._refuse_constant(
+            column, layer, experts, top_k
+        )  # before single rows are looked at: it explains all of them
         ids = self.ids[:, column]
         outside = experts > 0 and self.largest[column] >= experts
         partial = self.most[column] > 0 and (self.fewest[column], self.most[column]) != (top_k, top_k)
@@ -198,7 +201,10 @@ def _tensor(routes: Any, device: torch.device | None) -> Tensor:
             raise InvalidRoutes(f"routes hold the id {int(routes.max())}: no model has so many experts.")
         found = routes.detach()
     else:
-        raise ValueError(f"routes are a numpy array or a torch tensor of integers, got {type(routes).__name__}")
+        raise InvalidRoutes(
+            f"routes are a numpy array or a torch tensor of integers, got {type(routes).__name__}. Join the "
+            "rows of several sequences with r3_pass.routes.pad (one row a sequence) or r3_pass.routes.pack."
+        )
     if found.dim() not in (3, 4) or 0 in found.shape[-2:]:
         raise InvalidRoutes(
             f"routes have the shape {tuple(found.shape)}: [tokens, layers, top_k] in the order of the forward's "

@@ -12,6 +12,7 @@ Reasons = Callable[[Block], str]
 """From a decoder layer to why its candidates were rejected, "" if none was."""
 
 _ADVICE = (
+    "Call the compiled model inside the step, not the model itself, and once. "
     "Run r3_pass.explain(model, ...) for every candidate. A layer whose graph did not run fell back to eager: a graph "
     "break inside it, a disabled region, Dynamo's recompilation limit (torch._dynamo.config.recompile_limit), or a call "
     "that bypassed the compiled wrapper."

@@ -198,7 +198,8 @@ class SequenceTable:
         if request_id not in self._index:
             raise MissingRoutes(
                 f"Request {request_id!r} is unknown, {num_tokens - 1} rows were expected: no step had a segment of it, "
-                "or it was finished, aborted or dropped before. Pass segments with every step."
+                "or it was finished, aborted or dropped before. Finish a request once, under the "
+                "id that its segments had; pass segments with every step."
             )
         end = self.end(request_id)
         if end < num_tokens - 1:

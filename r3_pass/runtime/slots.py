@@ -53,6 +53,12 @@ class Geometry:
                 f"{self.num_layers - 1}), got {self.stored}. Pass num_layers if the config does not say it."
             )
 
+    def __str__(self) -> str:
+        return (
+            f"int16 [{self.num_slots} + 1, {len(self.stored)}, {self.top_k}] for {self.num_layers} decoder layers: "
+            f"{self.bytes_per_slot} bytes a slot, {self.nbytes} bytes in all"
+        )
+
     @property
     def row_shape(self) -> tuple[int, int]:
         """(M, K)"""
