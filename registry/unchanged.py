@@ -455,7 +455,14 @@ class Unchanged:
             raise Changed("takes another value for some of them")
         if self._outside(fill, layout) or self._tells_weights(condition):
             return layout
+        tested = self._source(condition)
+        one = spelling(condition) == "eq" and isinstance(argument(condition, 1, "other"), int)
+        if one and tested is not None and self._holds(tested) and self._free(fill, layout):
+            return layout  # one id gets a number that no other has
         raise Changed(f"puts expert {fill} in the place of some of them")
+
+    def _free(self, fill: int | float, layout: Layout) -> bool:
+        return isinstance(self._experts, int) and not layout.offset <= fill < layout.offset + self._experts
 
     def _outside(self, fill: Any, layout: Layout) -> bool:
         """Whether a number is no expert's: it marks what was dropped, or a shared expert."""
