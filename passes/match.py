@@ -136,7 +136,7 @@ def _decide(flow: DataFlow, form: RoutingForm, selection: Selection, broken: boo
         return trace, _reject(
             node, f"it runs over {experts} values, the linear behind it has {trace.roots[0].width} outputs", gate=gate
         )
-    dispatch = follow_ids(flow, selection.ids, trace.roots, experts)
+    dispatch = follow_ids(flow, selection.ids, trace.roots, experts, _k_dim(selection))
     recorded = _recorded(flow, selection, dispatch)
     proved = dispatch.proved
     if not proved and not (broken and dispatch.escapes):
@@ -150,18 +150,16 @@ def _decide(flow: DataFlow, form: RoutingForm, selection: Selection, broken: boo
     if trace.couples_tokens is not None and proved:
         why = f"the scores of one token depend on the other tokens of the batch ({trace.couples_tokens.name}: sinkhorn or the like)"
         return trace, _reject(node, why + ", so a token has no ids of its own to replay", True, gate)
-    if trace.starts_late is not None and any(spelling(n) in ("add", "sub") for n in dispatch.used):
-        why = f"it runs over a part of the router's outputs that starts past the first ({trace.starts_late.name}), and its ids are "
-        return trace, _reject(
-            node, why + "shifted before they reach experts: they do not number the experts", proved, gate
-        )
+    if trace.starts_late is not None and not _of_its_own(flow, trace, dispatch, int(experts)):
+        why = f"it runs over a part of the router's outputs ({trace.starts_late.name}) that is not the first ones: its ids do not "
+        return trace, _reject(node, why + "number the experts", proved, gate)
     moved = next((m for root in trace.roots if root.weights and (m := reordering(flow, root.node)) is not None), None)
     if moved is not None:
         why = f"{spelling(moved)} ({moved.name}) moves tokens between the graph's inputs and the router"
         return trace, _reject(node, why + ": rows would be in another order than the slot mapping", True, gate)
     if folded := _folded(dispatch, int(experts)):
         return trace, _reject(node, f"its choices do not number the experts: {folded}", True, gate)
-    if altered := _altered(dispatch, recorded):
+    if altered := _altered(dispatch, recorded, int(experts)):
         return trace, _reject(node, f"the ids that reach experts are not those that it chose: {altered}", True, gate)
     id_dim, top_k = _columns_of(selection, recorded)
     if top_k is None or (selection.needs_slice and recorded in selection.ids):
@@ -195,10 +193,13 @@ def _decide(flow: DataFlow, form: RoutingForm, selection: Selection, broken: boo
 def _decide_table(flow: DataFlow, form: RoutingForm, selection: Selection) -> Decision:
     """Ids that are looked up: in a table of the model by the token, or among the pairs of two small selections."""
     node = selection.node
-    dispatch = follow_ids(flow, selection.ids, [Root(n, (), None) for n in selection.roots], None)
+    k_dim = -1 if len(dims(node)) and _table_has_columns(node) else None
+    dispatch = follow_ids(flow, selection.ids, [Root(n, (), None) for n in selection.roots], None, k_dim)
     if not dispatch.proved:
         fate = "; ".join(dispatch.fates) or "they are never used"
         return _reject(node, f"looked-up integers that choose no parameters: {fate}")
+    if altered := _altered(dispatch, node):
+        return _reject(node, f"the ids that reach experts are not those that were looked up: {altered}", True)
     id_dim, top_k = _columns_of(selection, node)
     if top_k is None:
         return _reject(node, "the number of expert ids that are looked up for a token is not fixed", True)
@@ -271,7 +272,7 @@ def _replaces(dispatch: Dispatch, ids: fx.Node, step: fx.Node) -> bool:
     return step in dispatch.mixed and spelling(step) in ("where", "masked_scatter") and dims(step) == dims(ids)
 
 
-def _altered(dispatch: Dispatch, recorded: fx.Node) -> str:
+def _altered(dispatch: Dispatch, recorded: fx.Node, experts: int = 0) -> str:
     """How the ids that reach experts differ from the recorded ones; "" if they do not."""
     alive = dispatch.used if dispatch.proved else set(dispatch.chain)
     before: set[fx.Node | None] = set()
@@ -279,7 +280,20 @@ def _altered(dispatch: Dispatch, recorded: fx.Node) -> str:
     while step is not None:
         before.add(step)
         step = dispatch.chain.get(step)
-    return next((how for node, how in dispatch.mixed.items() if node in alive and node not in before), "")
+    rest = sorted((n for n in dispatch.mixed if n in alive and n not in before), key=list(dispatch.chain).index)
+    if rest:
+        return dispatch.mixed[rest[0]]
+    if dispatch.masks:
+        return next(iter(dispatch.masks.values()))
+    held = set(dispatch.columns.get(recorded, ()))
+    reached = {c for n in dispatch.direct for c in dispatch.columns.get(n, held)}
+    banks = {dims(w)[0] for w in dispatch.weights if len(dims(w)) >= 3}
+    first = max((-dispatch.offsets.get(n, 0) for n in dispatch.direct), default=0)
+    if first > 0 and any(isinstance(b, int) and b < experts and experts % b for b in banks):
+        return f"{first} is taken from each, and the first of {experts} choices names none of {min(banks)} experts"
+    if dispatch.proved and held - reached:
+        return f"of {len(held)} columns, {sorted(reached)} alone reach experts, in a way that is no plain slice"
+    return ""
 
 
 def _folded(dispatch: Dispatch, choices: int) -> str:
@@ -326,6 +340,30 @@ def _columns_of(selection: Selection, recorded: fx.Node) -> tuple[int | None, in
         return None, None
     dim = selection.dim % len(shape)
     return (dim, int(shape[dim])) if isinstance(shape[dim], int) else (dim, None)
+
+
+def _of_its_own(flow: DataFlow, trace: Trace, dispatch: Dispatch, experts: int) -> bool:
+    """Whether the part of a linear's outputs that is selected over are all of the router's: a gate fused with another linear."""
+    late = trace.starts_late
+    assert late is not None
+    whole = flow.operand(late, late.args[0])
+    if whole is not None and not is_tensor(whole):
+        whole = flow.operand(whole, argument(whole, 0, "input", "tensor", "self"))
+    steps = [i for i in (late.args[1] if isinstance(late.args[1], tuple) else ()) if isinstance(i, slice)]
+    if whole not in [root.node for root in trace.roots] or any(i.step not in (None, 1) for i in steps):
+        return False
+    moved = any(
+        spelling(n) in ("add", "sub") or any(flow.kind(i) != "data" for i in flow.inputs(n)) for n in dispatch.used
+    )
+    banks = {dims(w)[0] for w in dispatch.weights if len(dims(w)) >= 3}
+    return not moved and banks <= {experts}
+
+
+def _k_dim(selection: Selection) -> int | None:
+    """Which dimension of the ids holds a token's choices; None if each token has one id."""
+    shape = dims(selection.ids[0])
+    scores = dims(selection.scores) if selection.scores is not None else shape
+    return selection.dim if len(shape) == len(scores) else None
 
 
 def _table_has_columns(node: fx.Node) -> bool:

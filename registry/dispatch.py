@@ -23,7 +23,7 @@ through a graph break prove nothing here and are said to escape: the model's str
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ from r3_pass.registry.dataflow import (
 )
 from r3_pass.registry.order import out_of_order
 from r3_pass.registry.scores import Root
+from r3_pass.registry.unchanged import Unchanged
 
 IDS, MASK, PERM, SEL, TOK, PROD = "IDS", "MASK", "PERM", "SEL", "TOK", "PROD"
 
@@ -53,6 +54,9 @@ _REARRANGE = frozenset({
     "view", "transpose", "permute", "expand", "contiguous", "clone", "detach", "to", "type_as", "float", "half",
     "bfloat16", "long", "int", "repeat",
 })  # fmt: skip
+_SHAPED = frozenset({"view", "expand", "expand_as", "type_as", "to", "sum_to_size"})
+_JOINS = frozenset({"where", "or", "maximum", "add", "setitem", "masked_scatter", "scatter", "index_put"})
+_COUNTS = frozenset({"cumsum", "bincount", "histc"})
 _GROUPED = frozenset(["grouped_mm"])
 _MIXING = frozenset(
     {"masked_fill", "add", "sub", "mul", "where", "masked_scatter", "setitem", "index_put", "maximum", "minimum", "xor"}
@@ -99,6 +103,8 @@ class Dispatch:
         mixed: IDS values in which other choices than the selection's were mixed, and how.
         among: of how many things ids pick one, wherever that is seen: rows of a bank or a table, classes of a one-hot.
         equal_to: numbers that ids are compared with, one expert after the other.
+        columns: for each IDS value that is known to be the selection's, which of its columns it holds.
+        masks: masks made of the ids that say something else than who was chosen, and how; of those that reach a proof.
         bounded: ids are compared by size or clamped: what lies past the experts has a meaning of its own (zero experts, say).
     """
 
@@ -113,6 +119,9 @@ class Dispatch:
     among: set[int] = dataclasses.field(default_factory=set)
     equal_to: set[int] = dataclasses.field(default_factory=set)
     bounded: bool = False
+    columns: dict[fx.Node, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    offsets: dict[fx.Node, int] = dataclasses.field(default_factory=dict)
+    masks: dict[fx.Node, str] = dataclasses.field(default_factory=dict)
 
     @property
     def proved(self) -> bool:
@@ -135,8 +144,18 @@ class Dispatch:
 
 
 class _Follow:
-    def __init__(self, flow: DataFlow, ids: Sequence[fx.Node], roots: Sequence[Root], num_experts: Any) -> None:
+    def __init__(
+        self, flow: DataFlow, ids: Sequence[fx.Node], roots: Sequence[Root], num_experts: Any, k_dim: int | None
+    ) -> None:
         self.flow = flow
+        self.k_dim = k_dim
+        self.at: fx.Node | None = None
+        self.came: dict[fx.Node, set[fx.Node]] = {}  # any followed value, or a proof: what it was reached from
+        self.parents: dict[fx.Node, set[fx.Node]] = {}  # IDS: the IDS it was reached from
+        self.counted: set[fx.Node] = set()  # MASK that only counts
+        self.shifted: set[fx.Node] = set()  # MASK less a number
+        self.mask_of: dict[fx.Node, set[fx.Node]] = {}
+        self.other_masks: dict[fx.Node, str] = {}
         self.roots = {r.node for r in roots}
         self.gate = {w for r in roots for w in r.weights}
         self.first = min((flow.order[n] for n in (self.roots or set(ids)) if n in flow.order), default=0)
@@ -165,6 +184,7 @@ class _Follow:
                 continue
             seen.add(item)
             node, label, origin = item
+            self.at = node
             self.labels.setdefault(node, set()).add(label)
             if node in self.flow.outputs:
                 self._leaves(node, label)
@@ -180,11 +200,40 @@ class _Follow:
         if len(self.vector_sources) >= 2:
             for user, origin in self.vector_hits:
                 self._event(user, "weights", origin, list(self.vector_sources))
+        self._judge()
         if not self.found.proved and self.vector_sources:
             self.found.fates[
                 "they pick rows of a table (values, codes or embeddings), which no token is multiplied with"
             ] = None
         return self.found
+
+    def _judge(self) -> None:
+        """Which IDS are still the selection's, and which masks are no longer of the chosen."""
+        ids = [n for n, labels in self.labels.items() if IDS in labels]
+        kept = Unchanged(
+            self.flow,
+            list(self.starts),
+            self.k_dim,
+            self.experts,
+            lambda n: IDS in self.labels.get(n, ()),
+            lambda n: n not in self.starts and bool({PERM, IDS} & self.labels.get(n, set())),
+            self._tells_weights,
+        )
+        kept.read(ids)
+        for node, how in kept.changes.items():
+            self.found.mixed.setdefault(node, how)
+        self.found.columns = {n: layout.columns for n, layout in kept.layouts.items()}
+        self.found.offsets = {n: layout.offset for n, layout in kept.layouts.items()}
+        self.found.used = _reached(self.found.direct, self.parents)
+        alive = _reached(self.found.events, self.came)
+        for node in sorted(self.came, key=self.flow.order.__getitem__):
+            if spelling(node) in _COUNTS or self.came[node] & self.counted:
+                self.counted.add(node)
+        self.found.masks = {
+            n: how
+            for n, how in self.other_masks.items()
+            if n in alive and not any(IDS in self.labels[m] or m in self.counted for m in self.mask_of.get(n, ()))
+        }
 
     # ---- helpers ------------------------------------------------------------------------------------------------
     def _leaves(self, node: fx.Node, label: str) -> None:
@@ -194,10 +243,16 @@ class _Follow:
             None
         )
 
+    def _from_here(self, node: fx.Node) -> None:
+        if self.at is not None:
+            self.came.setdefault(node, set()).add(self.at)
+
     def _go(self, node: fx.Node, label: str, origin: fx.Node) -> None:
+        self._from_here(node)
         self.pending.append((node, label, origin))
 
     def _ids_go(self, node: fx.Node, user: fx.Node, origin: fx.Node) -> None:
+        self.parents.setdefault(user, set()).add(node if IDS in self.labels.get(node, ()) else origin)
         self.found.chain.setdefault(user, origin)
         how = self._mixing(node, user)
         if how:
@@ -354,10 +409,7 @@ class _Follow:
     def _event(self, user: fx.Node, kind: str, origin: fx.Node, weights: Sequence[fx.Node]) -> None:
         self.found.events[user] = kind
         self.found.direct.add(origin)
-        step: fx.Node | None = origin
-        while step is not None and step not in self.found.used:
-            self.found.used.add(step)
-            step = self.found.chain.get(step)
+        self._from_here(user)
         for source in weights:
             for weight in self.flow.weights(source):
                 self.found.weights[weight] = None
@@ -436,6 +488,8 @@ class _Follow:
     def _ids(self, node: fx.Node, user: fx.Node, name: str, origin: fx.Node) -> None:
         others = self._others(user, node)
         self._range(node, user, name)
+        if name in _SHAPED and self.flow.operand(user, argument(user, 0, "input", "self")) is not node:
+            return  # its shape or its dtype alone
         if is_opaque(user) or name in _GROUPED:
             if not self._fused(node, user, origin):
                 self._ids_go(node, user, origin)
@@ -479,9 +533,10 @@ class _Follow:
                 self._go(user, MASK, origin)
             else:
                 self._ids_go(node, user, origin)
-        elif name in ("chunk", "split", "unbind"):
+        elif value(user) is not None and not is_tensor(user) and not _picks_along_a_dimension(user):
             for item in self.flow.users(user):
-                self._ids_go(node, item, origin)
+                if is_tensor(item) and not value(item).dtype.is_floating_point:
+                    self._ids_go(node, item, origin)
 
     def _range(self, node: fx.Node, user: fx.Node, name: str) -> None:
         """Note what an operator says of how many experts the ids can name."""
@@ -503,6 +558,8 @@ class _Follow:
         else:
             given = argument(user, 2 if name in ("setitem", "index_put") else 3, "value", "src", "values")
             low = target is not None and _is_low(target)
+            if target is not None and self._thresholded(target):
+                self.other_masks[user] = f"{name} ({user.name}) joins them with experts that a threshold chose"
             self._turned(user, _is_low(given) or (_is_zero(given) and not low))
             self._go(user, MASK, origin)
 
@@ -560,6 +617,9 @@ class _Follow:
     def _mask(self, node: fx.Node, user: fx.Node, name: str, origin: fx.Node) -> None:
         others = self._others(user, node)
         turned = self._left_out(node) != self._turns(node, user, name)
+        if how := self._another_mask(node, user, name):
+            self.other_masks[user] = f"{name} ({user.name}) {how}"
+            self.mask_of.setdefault(user, set()).add(node)
         for result in (user, *(() if is_tensor(user) else self.flow.users(user))):
             self._turned(result, turned)
         if turned and (name in CONTRACTIONS or name in ("nonzero", "argwhere", "masked_select") or is_opaque(user)):
@@ -612,6 +672,81 @@ class _Follow:
                 if spreads or TOK in self.labels.get(partner, ()):
                     self._weighs(user, partner, origin)
 
+    def _another_mask(self, node: fx.Node, user: fx.Node, name: str) -> str:
+        """How an operator makes of a mask one that says something else than who was chosen; "" if it does not."""
+        given = [self.flow.operand(user, a) for a in user.args[:2]]
+        others = self._others(user, node)
+        number = next((a for a in user.args[:2] if isinstance(a, int | float) and not isinstance(a, bool)), None)
+        if name in ("xor", "bitwise_xor", "logical_xor", "abs", "neg"):
+            return "does not keep who was chosen"
+        if name == "sub":
+            reverse = "rsub" in str(user.target)
+            first = given[0] if given else None
+            if reverse or (first is not None and first is not node and MASK not in self.labels.get(first, ())):
+                return "takes those that were chosen away from the others"
+            if number is not None and first is node:
+                self.shifted.add(user)
+        if node in self.shifted:
+            if name in ("mul", "div", *_REARRANGE):
+                self.shifted.add(user)
+            elif name not in ("add", "sub", *CREATION):
+                return "does not keep who was chosen"
+        if name == "mul" and number is not None and number < 0:
+            return "turns chosen and not chosen about"
+        if name in ("add", "sub") and argument(user, 2, "alpha", default=1) != 1:
+            return "takes those that were chosen away from the others"
+        if name == "ne" and not (len(user.args) > 1 and _is_zero(user.args[1])):
+            return "does not keep who was chosen"
+        source = given[0] if given and given[0] is not node else None
+        looked_up = name == "getitem" and source is not None and self.flow.kind(source) != "data" and is_tensor(node)
+        if looked_up and value(node).dtype != torch.bool:
+            return "looks up another value for those that were chosen"
+        if name == "where" and user.op != "call_method" and given and given[0] is node and others:
+            branches = user.args[1:3]
+            plain = [b for b in branches if _is_zero(b) or _is_low(b)]
+            if not plain and not any(self._beyond(n) for n in others):
+                return "takes one or another value by them"
+        if name in _JOINS and any(self._thresholded(n) for n in others):
+            return "joins them with experts that a threshold chose"
+        return ""
+
+    def _thresholded(self, node: fx.Node) -> bool:
+        """Whether a value is made of scores by comparing them with something, without a selection between."""
+        if MASK in self.labels.get(node, ()):
+            return False
+        stack, seen, compared = [node], {node}, False
+        while stack:
+            top = stack.pop()
+            if self.flow.kind(top) != "data" or spelling(top) in _SELECTIONS or top in self.starts:
+                continue
+            if top in self.roots or top.op == "placeholder" or self.flow.order[top] < self.first:
+                continue
+            sources = self.flow.inputs(top)
+            if spelling(top) in ("gt", "ge", "lt", "le") and any(
+                is_tensor(n) and value(n).dtype.is_floating_point and self._scored(n) for n in sources
+            ):
+                compared = True
+            for source in sources:
+                if source not in seen:
+                    seen.add(source)
+                    stack.append(source)
+        return compared
+
+    def _scored(self, node: fx.Node) -> bool:
+        """Whether a value comes from the router's product with no selection between."""
+        stack, seen = [node], {node}
+        while stack:
+            top = stack.pop()
+            if top in self.roots:
+                return True
+            if spelling(top) in _SELECTIONS or top in self.starts or self.flow.order.get(top, 0) < self.first:
+                continue
+            for source in self.flow.inputs(top):
+                if source not in seen:
+                    seen.add(source)
+                    stack.append(source)
+        return False
+
     def _turns(self, node: fx.Node, user: fx.Node, name: str) -> bool:
         """Whether an operator makes of a mask the mask of everything else."""
         if name == "not":
@@ -637,6 +772,7 @@ class _Follow:
             self._told_apart(user, user, origin)
             late = self.flow.order[partner] > self.first
             if late and self._own_expert(partner) and not self._depends(partner):
+                self._from_here(user)
                 self.expert_hits.append((user, partner, self.births[user], origin))
 
     def _own_expert(self, partner: fx.Node) -> bool:
@@ -752,6 +888,7 @@ class _Follow:
                 self._event(user, "experts", origin, weights)
             elif weights and name not in _GROUPED:
                 birth = self.births.get(node, node)
+                self.came.setdefault(user, set()).add(node)
                 self.expert_hits.extend((user, weight, birth, origin) for weight in weights)
             return
         if (
@@ -763,6 +900,16 @@ class _Follow:
         results = [user] if is_tensor(user) else list(self.flow.users(user))
         for result in results:
             self._told_apart(node, result, origin)
+
+
+def _reached(ends: Iterable[fx.Node], before: dict[fx.Node, set[fx.Node]]) -> set[fx.Node]:
+    stack, seen = list(ends), set(ends)
+    while stack:
+        for source in before.get(stack.pop(), ()):
+            if source not in seen:
+                seen.add(source)
+                stack.append(source)
+    return seen
 
 
 def _filling(given: Any) -> Any:
@@ -785,9 +932,9 @@ def _is_zero(given: Any) -> bool:
 
 
 def _is_low(given: Any) -> bool:
-    """-inf, or what stands for it."""
+    """-inf, or what stands for it: any number below what a score that is kept has."""
     found = _filling(given)
-    return bool(found is not None and found <= -1e4)
+    return bool(found is not None and found < 0)
 
 
 def _picks_along_a_dimension(node: fx.Node) -> bool:
@@ -806,7 +953,9 @@ def _indexed_dimension(user: fx.Node, ids: fx.Node, flow: DataFlow) -> int | Non
     return None
 
 
-def follow_ids(flow: DataFlow, ids: Sequence[fx.Node], roots: Sequence[Root], num_experts: Any) -> Dispatch:
+def follow_ids(
+    flow: DataFlow, ids: Sequence[fx.Node], roots: Sequence[Root], num_experts: Any, k_dim: int | None = -1
+) -> Dispatch:
     """Follow expert ids to what they are used for.
 
     Args:
@@ -814,5 +963,6 @@ def follow_ids(flow: DataFlow, ids: Sequence[fx.Node], roots: Sequence[Root], nu
         roots: the router products behind the selection (see `scores.trace_scores`); values that depend on the token only
             through them are weights, not tokens.
         num_experts: E, an int; None if not known (a table of ids).
+        k_dim: the dimension of `ids` that holds a token's choices; None if none does.
     """
-    return _Follow(flow, ids, roots, num_experts).run()
+    return _Follow(flow, ids, roots, num_experts, k_dim).run()

@@ -23,6 +23,7 @@ from r3_pass.registry.dataflow import (
     is_tensor,
     spelling,
 )
+from r3_pass.registry.unchanged import moved_order
 
 _MOVES = frozenset({"flip", "roll", "flipud", "fliplr", "index_select", "gather", "take_along_dim", "sort", "rot90"})
 _WRITES = frozenset({"setitem", "index_put", "index_copy", "scatter", "index_add", "scatter_add"})
@@ -40,8 +41,9 @@ def reordering(flow: DataFlow, product: fx.Node) -> fx.Node | None:
         product: the linear (or other product with the router's weight) that makes the scores.
     """
     start = next((n for n in flow.inputs(product) if _is_data(flow, n)), None)
-    if spelling(product).startswith("conv") and start is not None and spelling(start) in _TURNS:
-        # channels go second into a convolution, and last again behind it
+    channels_second = spelling(product).startswith("conv")  # and last again behind it
+    tokens_last = len(product.args) > 1 and flow.operand(product, product.args[1]) is start  # weight @ x.T
+    if (channels_second or tokens_last) and start is not None and _is_turn(start):
         start = _upstream(flow, start, spelling(start))
     moved = _mover(flow, start)
     return None if moved is None or _another_way(flow, start, moved) else moved
@@ -58,7 +60,7 @@ def _mover(flow: DataFlow, node: fx.Node | None) -> fx.Node | None:
         name = spelling(node)
         if _moves(flow, node, name):
             return node
-        if name in _TURNS and _turns_tokens(node):
+        if _is_turn(node) and _turns_tokens(node):
             if turned and _same_turn(turned[-1], node):
                 turned.pop()
             else:
@@ -79,7 +81,7 @@ def _another_way(flow: DataFlow, start: fx.Node | None, moved: fx.Node) -> bool:
         if node is None or node.op == "placeholder":
             continue
         name = spelling(node)
-        if _moves(flow, node, name) or (name in _TURNS and _turns_tokens(node)):
+        if _moves(flow, node, name) or (_is_turn(node) and _turns_tokens(node)):
             continue
         same = [n for n in flow.inputs(node) if _is_data(flow, n) and dims(n) == dims(node)]
         for source in same if len(same) > 1 else [_upstream(flow, node, name)]:
@@ -232,18 +234,39 @@ def _cut(flow: DataFlow, part: fx.Node | None, axis: int) -> tuple[fx.Node, Any,
     return None
 
 
+def _turn(node: fx.Node) -> list[int] | None:
+    """For each dimension of a transposition's result, which one it was; None if the operator is none, or is not understood."""
+    source = node.args[0] if node.args else None
+    name = spelling(node)
+    if name == "getattr" and isinstance(node.args[1], str):
+        name = node.args[1]
+    if name not in _TURNS or not isinstance(source, fx.Node):
+        return None
+    return moved_order(node, name, len(dims(source)))
+
+
+def _is_turn(node: fx.Node) -> bool:
+    return spelling(node) in _TURNS or (spelling(node) == "getattr" and node.args[1] in _TURNS)
+
+
 def _turns_tokens(node: fx.Node) -> bool:
     """Whether a transposition changes the order of elements: moving dimensions of size 1 does not."""
-    source = node.args[0]
-    return isinstance(source, fx.Node) and _without_ones(dims(source)) != _without_ones(dims(node))
+    source, order = node.args[0], _turn(node)
+    if not isinstance(source, fx.Node):
+        return False
+    if order is None:
+        return _without_ones(dims(source)) != _without_ones(dims(node))
+    kept = [d for d in order if dims(source)[d] != 1]
+    return kept != sorted(kept)
 
 
 def _without_ones(shape: tuple[Any, ...]) -> list[Any]:
     return [size for size in shape if size != 1]
 
 
-def _same_turn(one: fx.Node, other: fx.Node) -> bool:
-    """Two turns that cancel: the later one restores the shape that the earlier one had before it."""
-    later, earlier = (one, other)
-    source = earlier.args[0]
-    return isinstance(source, fx.Node) and dims(later) == dims(source)
+def _same_turn(later: fx.Node, earlier: fx.Node) -> bool:
+    """Whether two turns cancel: the later one moves each dimension back to where the earlier one took it from."""
+    source, one, other = earlier.args[0], _turn(earlier), _turn(later)
+    if not isinstance(source, fx.Node) or dims(later) != dims(source) or one is None or other is None:
+        return False
+    return len(one) == len(other) and [one[d] for d in other] == list(range(len(one)))

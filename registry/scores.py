@@ -325,14 +325,14 @@ def _through_getitem(flow: DataFlow, node: fx.Node, span: Span, trace: Trace) ->
 
 
 def _starts_late(index: Sequence[Any], rank: int, dim: int | None) -> bool:
-    """Whether basic indexing keeps a dimension from another place than its beginning on."""
+    """Whether basic indexing keeps a dimension from another place than its beginning on, or not every place."""
     used = sum(1 for i in index if i is not None and i is not Ellipsis)
     at = 0
     for item in index:
         if item is Ellipsis:
             at += rank - used
         elif item is not None:
-            if at == dim and isinstance(item, slice) and item.start not in (None, 0):
+            if at == dim and isinstance(item, slice) and (item.start not in (None, 0) or item.step not in (None, 1)):
                 return True
             at += 1
     return False

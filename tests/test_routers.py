@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 from all_routers import ALL_ROUTERS, LISTS
+from altered_routers import ALTERED_ROUTERS
 from hostile_routers import HOSTILE_ROUTERS
 from recording import recording
 from tiny import Case, seeded_call
@@ -33,7 +34,7 @@ def test_every_case_stands_in_one_list() -> None:
 def test_verdict(case: Case) -> None:
     """The hostile ones are about matching alone, so they go without AOT here; all_architectures.py records them with it."""
     model, inputs = case.build()
-    outcome = router(case, model, inputs, "eager" if case.name in HOSTILE_ROUTERS else "aot_eager")
+    outcome = router(case, model, inputs, "eager" if case.name in HOSTILE_ROUTERS | ALTERED_ROUTERS else "aot_eager")
     assert outcome.right, f"{case.why}\n{outcome.verdict} instead of {case.verdict}: {outcome.detail}"
     if case.verdict == "nothing":
         sites = sites_without_a_session(model, inputs[0])
