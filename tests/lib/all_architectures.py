@@ -150,8 +150,8 @@ def summary(results: dict[str, Any]) -> str:
     counts = [f"{sum(c['right'] for c in results[kind])} of {len(results[kind])}" for kind in HEADINGS]
     when = max(case["date"] for kind in HEADINGS for case in results[kind])
     return (
-        f"As expected came out {counts[0]} architectures of transformers {results['transformers']} and {counts[1]} hand-written "
-        f"routers and look-alikes\n({when}, `{results['inner']}`, torch {results['torch']}): "
+        f"{counts[0]} architectures of transformers {results['transformers']} and {counts[1]} hand-written routers and look-alikes "
+        f"came out as expected\n({when}, `{results['inner']}`, torch {results['torch']}): "
         "[form, layers and rows of each](docs/architectures.md).\n"
     )
 
