@@ -375,6 +375,8 @@ class Unchanged:
             step = 0 if number is None else number if name == "add" else -number
             return dataclasses.replace(layout, offset=layout.offset + step)
         if name == "mul":
+            if other is not None and isinstance(value(other), torch.SymInt):  # a capacity that depends on the tokens
+                return dataclasses.replace(layout, scale=True)
             if not number or number < 0:
                 raise Changed("does not keep their numbers")
             return dataclasses.replace(layout, scale=layout.scale or number > 1)
