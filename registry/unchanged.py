@@ -453,6 +453,8 @@ class Unchanged:
 
     def _filled(self, layout: Layout, condition: fx.Node, given: Any) -> Layout:
         fill = number_of(given)
+        if layout.scale and isinstance(given, fx.Node) and isinstance(value(given), torch.SymInt):
+            return layout  # the slot of what was dropped, behind those of all experts
         if fill is None:
             raise Changed("takes another value for some of them")
         if self._outside(fill, layout) or self._tells_weights(condition):
