@@ -15,6 +15,7 @@ rollout's log-probabilities) from these weights, with and without replay; the re
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import platform
@@ -148,6 +149,17 @@ def reward(result: Result) -> float:
     return sum(token in b"aeiou" for token in result.token_ids) / len(result.token_ids)
 
 
+def update(trainer: Trainer, ids: Tensor, old: Tensor, mask: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+    """Forward and backward of the clipped loss. Returns: the trainer's log-probabilities, and the share of clipped tokens."""
+    new = trainer.log_probs(ids)
+    ratio = torch.exp(new - old)
+    clipped = ratio.clamp(1 - POLICY["clip"], 1 + POLICY["clip"])
+    gain = torch.minimum(ratio * advantages, clipped * advantages)
+    loss = -(gain * mask).sum() / mask.sum()
+    loss.backward()  # type: ignore[no-untyped-call]
+    return new.detach(), ((ratio != clipped) & mask).sum() / mask.sum()
+
+
 def policy(device: str, replay: bool) -> list[dict[str, float]]:
     """The loop; each step's rollout uses the weights of the step before."""
     engine, trainer = engine_of("moe", device), Trainer("moe", device)
@@ -164,20 +176,9 @@ def policy(device: str, replay: bool) -> list[dict[str, float]]:
         ids, old, mask = batch_of(results, device)
         routes = r3_pass.routes.pad([r.routed_experts for r in results], ids.shape[1])
 
-        def update() -> tuple[Tensor, Tensor]:
-            new = trainer.log_probs(ids)  # noqa: B023
-            ratio = torch.exp(new - old)  # noqa: B023
-            clipped = ratio.clamp(1 - POLICY["clip"], 1 + POLICY["clip"])
-            gain = torch.minimum(ratio * advantages, clipped * advantages)  # noqa: B023
-            loss = -(gain * mask).sum() / mask.sum()  # noqa: B023
-            loss.backward()  # type: ignore[no-untyped-call]
-            return new.detach(), ((ratio != clipped) & mask).sum() / mask.sum()  # noqa: B023
-
-        if replay:
-            with trainer.backend.replay(routes):
-                new, cut = update()
-        else:
-            new, cut = update()
+        context = trainer.backend.replay(routes) if replay else contextlib.nullcontext()
+        with context:
+            new, cut = update(trainer, ids, old, mask, advantages)
         norm = torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
