@@ -33,7 +33,7 @@ from engine.model_runner import Batch
 from engine.sequence import Result, Sequence
 from r3_pass import MissingRoutes, StaleRoutes
 from r3_pass.runtime import SegmentBatch
-from r3_pass.runtime.engines import EngineAdapter
+from r3_pass.runtime.engines import Deployment, EngineAdapter
 
 Blocks = list[int]
 
@@ -61,6 +61,17 @@ class ReferenceAdapter(EngineAdapter):
         """Of the largest forward: a chunk and its padding, or the largest decode."""
         decode = 2 * self.engine.max_num_seqs * self.engine.runner.query_len
         return max(self.engine.max_batch_tokens + 8, decode)
+
+    @property
+    def deployment(self) -> Deployment:
+        """Of tensor-parallel ranks the first records. transformers keeps routers whole on each, so ids number all experts."""
+        ranks = self.engine.ranks
+        return Deployment(
+            tensor_parallel=ranks.world,
+            tensor_parallel_rank=ranks.rank,
+            expert_parallel=ranks.expert_parallel,
+            global_expert_ids=True,
+        )
 
     def install(self, session: Any) -> None:
         self.session = session
