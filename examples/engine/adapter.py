@@ -21,7 +21,8 @@ Nothing in the engine knows of it. The methods that it wraps are where any engin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -29,9 +30,10 @@ import numpy.typing as npt
 from torch import Tensor, nn
 
 from engine.engine import Engine
-from engine.model_runner import Batch
+from engine.model_runner import Batch, ModelRunner
+from engine.scheduler import Chunk
 from engine.sequence import Result, Sequence
-from r3_pass import MissingRoutes, StaleRoutes
+from r3_pass import MissingRoutes, RefusedConfiguration, StaleRoutes
 from r3_pass.runtime import SegmentBatch
 from r3_pass.runtime.engines import Deployment, EngineAdapter
 
@@ -72,6 +74,26 @@ class ReferenceAdapter(EngineAdapter):
             expert_parallel=ranks.expert_parallel,
             global_expert_ids=True,
         )
+
+    @property
+    def group(self) -> Any:
+        return self.engine.ranks.group
+
+    @contextlib.contextmanager
+    def probe(self) -> Iterator[tuple[npt.NDArray[np.int64], Callable[[], Tensor]]]:
+        """A prompt of nobody, in blocks that are given back."""
+        engine, runner = self.engine, self.engine.runner
+        count = min(32, engine.max_batch_tokens, self.num_slots) // 8 * 8  # a multiple, so that nothing is padded
+        if engine.requests or not count:
+            raise RefusedConfiguration("self_test takes eight slots and more, before the first request.")
+        tokens = np.arange(count) * 7 % runner.vocab_size
+        seq = Sequence("self-test", tokens.tolist(), count, 1)
+        engine.blocks.grow(seq, engine.blocks.missing(seq, count))
+        batch = runner.batch([Chunk(seq, 0, count, 1)], [tokens])
+        try:
+            yield batch.slot_mapping, lambda: ModelRunner.run(runner, batch)  # not the instance's, which opens a step
+        finally:
+            engine.blocks.release(seq)
 
     def install(self, session: Any) -> None:
         self.session = session

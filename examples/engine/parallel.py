@@ -22,11 +22,13 @@ class Ranks:
     Attributes:
         rank, world: which of how many ranks this is. Each holds slices of every layer and routes every token.
         expert_parallel: ranks among which the experts of a layer are split, whole ones; 1 if each is cut.
+        group: the process group of these ranks.
     """
 
     rank: int = 0
     world: int = 1
     expert_parallel: int = 1
+    group: Any = None
 
 
 def ranks_of(model: Any) -> Ranks:
@@ -43,7 +45,8 @@ def ranks_of(model: Any) -> Ranks:
         return Ranks()
     experts = getattr(plan, "ep_size", None) or (world if getattr(plan, "enable_expert_parallel", False) else 1)
     mesh: Any = model._device_mesh
-    return Ranks(mesh["tp"].get_local_rank() if mesh.ndim > 1 else mesh.get_local_rank(), world, experts)
+    mesh = mesh["tp"] if mesh.ndim > 1 else mesh
+    return Ranks(mesh.get_local_rank(), world, experts, mesh.get_group())
 
 
 def load(path: str, world: int, *, expert_parallel: bool = False, **options: Any) -> nn.Module:

@@ -104,7 +104,7 @@ def _session_of(adapter: EngineAdapter, backend: Backend | str | None, num_layer
     reasons = _reasons(backend if isinstance(backend, Backend) else theirs)
     device = _device_of(adapter.model)
     if not adapter.deployment.exports:
-        return IdleSession(adapter.model, adapter.num_slots, num_layers, adapter)
+        return IdleSession(adapter.model, device, adapter.num_slots, num_layers, adapter)
     return Session(adapter.model, device, adapter.num_slots, adapter.max_tokens, num_layers, adapter, reasons)
 
 
