@@ -23,15 +23,16 @@ from r3_pass import RefusedConfiguration
 from r3_pass.runtime import IdleSession
 
 GPUS = [pytest.mark.cuda, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
-SPLITS = {"tensor parallel": False, "expert parallel": True}
 CASES = ("prefix hit", "concurrent", "chunked prefill", "1 draft", "3 drafts")
+SPLITS = {"tensor parallel": CASES, "expert parallel": CASES[:3]}
 
 Served = tuple[list[int], Any, Any, str]
 
 
-def serve(path: str, expert_parallel: bool, device: str) -> dict[str, Any]:
+def serve(path: str, split: str, device: str) -> dict[str, Any]:
     """On one rank: its part of the model through everything that changes which slot a token has, and what it saw."""
     options = {"num_blocks": 24, "block_size": 4, "max_batch_tokens": 16, "max_num_seqs": 8}
+    expert_parallel = split == "expert parallel"
     model: Any = load(path, ranks.WORLD, expert_parallel=expert_parallel, dtype=torch.float64)
     model.config._experts_implementation = "batched_mm"
     drafter = nearly(ranks.tiny().to(model.device))
@@ -63,14 +64,14 @@ def serve(path: str, expert_parallel: bool, device: str) -> dict[str, Any]:
     seen |= {"calls": calls[0], "hits": engine.scheduler.num_hits, "preempted": engine.scheduler.num_preempted}
     session.check_integrity()
     session.detach()
-    for name, num_drafts in (("1 draft", 1), ("3 drafts", 3)):
-        engine, session = start(num_drafts)
+    for name in SPLITS[split][3:]:
+        engine, session = start(int(name[0]))
         warm(engine)
         seen[name] = engine.generate(prompts(6, 9, seed=3), max_tokens=20)
         seen[f"accepted, {name}"] = engine.num_accepted, engine.num_rejected
         session.detach()
     seen["refusal"] = "" if expert_parallel else other_router(model, start)
-    return seen | {name: [_plain(result) for result in seen[name]] for name in CASES}
+    return seen | {name: [_plain(result) for result in seen[name]] for name in SPLITS[split]}
 
 
 def other_router(model: Any, start: Any) -> str:
@@ -107,26 +108,28 @@ def served(request: Any, tmp_path_factory: Any) -> tuple[list[dict[str, Any]], T
     model = ranks.tiny()
     path = tmp_path_factory.mktemp("model")
     copy.deepcopy(model).save_pretrained(path)
-    return ranks.run(serve, str(path), SPLITS[split], device, device=device), Truth(model), split
+    return ranks.run(serve, str(path), split, device, device=device), Truth(model), split
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_rows_are_those_of_a_prefill_on_one_process(served: Any, case: str) -> None:
-    (first, second), truth, _ = served
+    (first, second), truth, split = served
+    if case not in SPLITS[split]:
+        pytest.skip("drafts are verified by the same graph, however the experts are split")
     for tokens, rows, error, reason in first[case]:
         assert error is None and reason == "length"
         assert rows.dtype == np.int16 and np.array_equal(rows, truth.rows(tuple(tokens))[:-1])
     assert [tokens for tokens, *_ in second[case]] == [tokens for tokens, *_ in first[case]]
     assert first["hits"] >= 2 and first["preempted"]
-    assert all(first[f"accepted, {name}"] > (0, 0) for name in CASES[3:])
+    assert all(min(first[f"accepted, {name}"]) > 0 for name in SPLITS[split][3:])
 
 
 def test_the_first_rank_alone_records(served: Any) -> None:
     """The other allocates nothing, its graphs write nothing, and it charges the same bytes."""
-    (first, second), *_ = served
+    (first, second), _, split = served
     assert not first["idle"] and second["idle"] and first["geometry"] == second["geometry"]
     assert (first["calls"] > 20 or first["device"] == "cuda") and second["calls"] == 0
-    for case in CASES:
+    for case in SPLITS[split]:
         assert all(rows is None and error is None for _, rows, error, _ in second[case])
 
 

@@ -6,6 +6,7 @@ A function here runs in processes of its own (`spawn`), each with the same argum
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
 import pickle
 import socket
@@ -22,6 +23,7 @@ import transformers
 from torch import nn
 
 WORLD = 2
+_TIMEOUT = 300  # seconds that a rank waits for the other
 VOCAB, LAYERS, TOP_K, EXPERTS = 12, 2, 2, 4
 
 
@@ -78,11 +80,12 @@ def _rank(rank: int, function: Callable[..., Any], args: Any, device: str, port:
     torch.backends.cuda.matmul.allow_tf32 = False
     if device == "cuda":
         torch.cuda.set_device(rank)
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=datetime.timedelta(seconds=_TIMEOUT))
     result = function(*args)
     (Path(folder) / str(rank)).write_bytes(pickle.dumps(result))
     dist.barrier()
-    dist.destroy_process_group()
+    if device == "cpu":  # CUDA graphs may still hold on to what would be destroyed
+        dist.destroy_process_group()
 
 
 @contextlib.contextmanager
