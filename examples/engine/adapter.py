@@ -21,7 +21,7 @@ Nothing in the engine knows of it. The methods that it wraps are where any engin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -30,10 +30,11 @@ from torch import Tensor, nn
 
 from engine.engine import Engine
 from engine.model_runner import Batch
+from engine.pipeline import Pipeline
 from engine.sequence import Result, Sequence
 from r3_pass import MissingRoutes, StaleRoutes
-from r3_pass.runtime import SegmentBatch
-from r3_pass.runtime.engines import EngineAdapter
+from r3_pass.runtime import SegmentBatch, merge_stages
+from r3_pass.runtime.engines import Deployment, EngineAdapter
 
 Blocks = list[int]
 
@@ -61,6 +62,17 @@ class ReferenceAdapter(EngineAdapter):
         """Of the largest forward: a chunk and its padding, or the largest decode."""
         decode = 2 * self.engine.max_num_seqs * self.engine.runner.query_len
         return max(self.engine.max_batch_tokens + 8, decode)
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        return self.engine.runner.pipeline
+
+    @property
+    def deployment(self) -> Deployment:
+        stage = self.pipeline
+        if stage is None:
+            return Deployment()
+        return Deployment(pipeline_parallel=stage.size, pipeline_rank=stage.rank, stage_layers=stage.layers)
 
     def install(self, session: Any) -> None:
         self.session = session
@@ -102,12 +114,17 @@ class ReferenceAdapter(EngineAdapter):
     # ---- requests -----------------------------------------------------------------------------------------------
     def _admit(self, admit: Callable[[Sequence], None], seq: Sequence) -> None:
         """A prefix hit. Rows that cannot be vouched for fail this request, not the others."""
+        failure: Exception | None = None
         try:
             self.session.prefix_hit(seq.request_id, 0, self._slots(seq.block_table)[: seq.num_computed])
         except (StaleRoutes, MissingRoutes) as error:
-            self.engine.fail(seq, error)
-            return
-        admit(seq)
+            failure = error
+        if self.pipeline is not None and seq.num_computed:
+            failure = _first(self.pipeline.gather(failure))
+        if failure is not None:
+            self.engine.fail(seq, failure)
+        else:
+            admit(seq)
 
     def _preempt(self, preempt: Callable[[Sequence], None], seq: Sequence) -> None:
         self.session.preempt(seq.request_id, seq.num_tokens)
@@ -115,13 +132,20 @@ class ReferenceAdapter(EngineAdapter):
 
     def _emit(self, emit: Callable[[Sequence, Result], Result], seq: Sequence, result: Result) -> Result:
         num_tokens = len(seq.token_ids)
+        failure: Exception | None = None
         try:
             ended = result.finish_reason in ("abort", "error")
             collect = self.session.abort if ended else self.session.finish
-            result.routed_experts = collect(seq.request_id, num_tokens)
+            rows = collect(seq.request_id, num_tokens)
         except (StaleRoutes, MissingRoutes) as error:
-            result.error, result.finish_reason = error, "error"
-            result.routed_experts = self.session.abort(seq.request_id, num_tokens)
+            failure = error
+            rows = self.session.abort(seq.request_id, num_tokens)
+        if self.pipeline is not None:  # the rows of this stage; the output is built on every one
+            parts, failures = zip(*self.pipeline.gather((rows, failure)), strict=True)
+            rows, failure = merge_stages(parts), _first(failures)
+        result.routed_experts = rows
+        if failure is not None:
+            result.error, result.finish_reason = failure, "error"
         return emit(seq, result)
 
     # ---- forwards -----------------------------------------------------------------------------------------------
@@ -160,3 +184,8 @@ class ReferenceAdapter(EngineAdapter):
         wake(num_blocks)
         self._wrap_blocks()  # the engine has a new block manager
         self.session.wake(self.num_slots, self.max_tokens)
+
+
+def _first(failures: Iterable[Exception | None]) -> Exception | None:
+    """What one stage found is so for all."""
+    return next((failure for failure in failures if failure is not None), None)

@@ -17,6 +17,7 @@ from r3_pass.runtime.idle import IdleSession
 from r3_pass.runtime.inputs import count
 from r3_pass.runtime.refusals import check_deployment
 from r3_pass.runtime.session import Session
+from r3_pass.runtime.stage_session import DenseStageSession, StageSession, routes
 from r3_pass.structure import Block, inspect, numbered, text_config
 
 
@@ -35,7 +36,7 @@ def attach(
         session = attach(model, backend=backend, num_slots=4096)  # per-layer compilation, a compiled step function
 
     Comes before or after the first compiled call. On a rank whose adapter says that another one records (`Deployment`), an
-    `IdleSession`.
+    `IdleSession`; on a pipeline stage, one whose `finish` and `abort` return parts for `merge_stages`.
 
     Args:
         engine: an engine that an adapter knows, an `EngineAdapter`, a compiled model, or (with `num_slots`) the model itself.
@@ -99,12 +100,19 @@ def _attach_engine(engine: Any, backend: Backend | str | None, num_layers: int |
 
 
 def _session_of(adapter: EngineAdapter, backend: Backend | str | None, num_layers: int | None) -> Session:
-    _refuse_model(adapter.model)
+    deployment = adapter.deployment
+    dense_stage = deployment.is_stage and not routes(adapter.model)
+    if not dense_stage:
+        _refuse_model(adapter.model)
     theirs = next((b for b in adapter.backends if isinstance(b, Backend)), None)
     reasons = _reasons(backend if isinstance(backend, Backend) else theirs)
     device = _device_of(adapter.model)
-    if not adapter.deployment.exports:
+    if not deployment.exports:
         return IdleSession(adapter.model, adapter.num_slots, num_layers, adapter)
+    if dense_stage:
+        return DenseStageSession(adapter.model, num_layers, adapter)
+    if deployment.is_stage:
+        return StageSession(adapter.model, device, num_layers, adapter, reasons)
     return Session(adapter.model, device, adapter.num_slots, adapter.max_tokens, num_layers, adapter, reasons)
 
 
