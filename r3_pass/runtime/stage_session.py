@@ -18,6 +18,7 @@ from r3_pass.runtime.coverage import Reasons
 from r3_pass.runtime.engines.base import EngineAdapter
 from r3_pass.runtime.idle import IdleSession
 from r3_pass.runtime.inputs import first_position, token_count
+from r3_pass.runtime.memory import Placement
 from r3_pass.runtime.refusals import Deployment
 from r3_pass.runtime.session import Session
 from r3_pass.runtime.slots import Geometry
@@ -35,9 +36,12 @@ class StageSession(Session):
         num_layers: int | None,
         adapter: EngineAdapter,
         reasons: Reasons | None,
+        placement: Placement,
     ) -> None:
         check_stage(model, adapter.deployment)
-        super().__init__(model, device, adapter.num_slots, adapter.max_tokens, num_layers, adapter, reasons)
+        super().__init__(
+            model, device, adapter.num_slots, adapter.max_tokens, num_layers, adapter, reasons, placement=placement
+        )
         self._deployment = adapter.deployment
 
     def finish(self, request_id: Hashable, num_tokens: int, start: int = 0) -> Any:
