@@ -143,23 +143,20 @@ def alternate(graphs: dict[str, list[Captured]], rounds: int, replays: int) -> d
     return {variant: [statistics.median(seen) for seen in found] for variant, found in times.items()}
 
 
-def recording(
-    backend: Any, model: Routers, logits: list[Tensor], slots: Tensor, captures: int
-) -> tuple[list[Captured], list[Captured], Tensor]:
-    """Captures of one compiled model that record, captures that do not, and the recorded ids [T, L, 8]."""
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend=backend, dynamic=False)
-    session = r3_pass.runtime.attach(compiled, num_slots=SLOTS, max_tokens=len(slots))
-    padding = torch.full_like(slots, -1)
-    run = functools.partial(compiled, logits[0][:, :1].clone(), logits)
-    off = [Captured(run) for _ in range(captures)]
-    on = [Captured(run, session, padding) for _ in range(captures)]
-    with session.step(slots):
-        on[0].graph.replay()
-    rows = torch.from_numpy(session.read(slots)).cuda().long()
-    step = session.step(slots)
-    step.__enter__()  # what is timed is a step that records
-    return off, on, rows
+class Recording:
+    """A compiled model with a session: captures that record, captures that do not, and recorded ids [T, L, 8]."""
+
+    def __init__(self, backend: Any, model: Routers, logits: list[Tensor], slots: Tensor, captures: int) -> None:
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend=backend, dynamic=False)
+        self.session = r3_pass.runtime.attach(compiled, num_slots=SLOTS, max_tokens=len(slots))
+        padding = torch.full_like(slots, -1)
+        run = functools.partial(compiled, logits[0][:, :1].clone(), logits)
+        self.off = [Captured(run) for _ in range(captures)]
+        self.on = [Captured(run, self.session, padding) for _ in range(captures)]
+        with self.session.step(slots):
+            self.on[0].graph.replay()
+        self.rows = torch.from_numpy(self.session.read(slots)).cuda().long()
 
 
 def measure(name: str, token_counts: Sequence[int], rounds: int, replays: int, captures: int) -> list[dict[str, Any]]:
@@ -171,49 +168,62 @@ def measure(name: str, token_counts: Sequence[int], rounds: int, replays: int, c
         other.load_state_dict(model.state_dict())
         logits = [torch.randn(tokens, experts, device="cuda").to(dtype) for _ in range(layers)]
         slots = torch.randperm(SLOTS, device="cuda")[:tokens]
+        fusing = r3_pass.backend(fuse_router=True)
         with torch.no_grad():
-            off, on, rows = recording(r3_pass.backend(), model, logits, slots, captures)
-            fusing = r3_pass.backend(fuse_router=True)
-            _, fused, fused_rows = recording(fusing, other, logits, slots, captures)
+            ours = Recording(r3_pass.backend(), model, logits, slots, captures)
+            fused = Recording(fusing, other, logits, slots, captures)
         assert all(entry.fused for entry in fusing.report().sites), fusing.report()
-        graphs = {"off": off, "on": on, "fused": fused}
-        level = alternate(graphs, rounds, replays)
         row: dict[str, Any] = {"geometry": name, "tokens": tokens}
+        row.update(compared(model, logits, ours, fused))
+        steps = [made.session.step(slots) for made in (ours, fused)]
+        for step in steps:
+            step.__enter__()  # what is timed is a step that records; it is never left, since it runs many times
+        level = alternate({"off": ours.off, "on": ours.on, "fused": fused.on}, rounds, replays)
+        for made in (ours, fused):
+            made.session.detach()
         row.update({variant: statistics.median(found) for variant, found in level.items()})
         row["spread"] = {variant: max(found) - min(found) for variant, found in level.items()}
-        row.update(compared(model, logits, off[0], fused[0], rows, fused_rows))
         results.append(row)
         print(json.dumps(row), flush=True)
-        del graphs, off, on, fused
+        del ours, fused, steps
     return results
 
 
-def compared(
-    model: Routers, logits: list[Tensor], off: Captured, fused: Captured, rows: Tensor, fused_rows: Tensor
-) -> dict[str, Any]:
+def compared(model: Routers, logits: list[Tensor], ours: Recording, fused: Recording) -> dict[str, Any]:
     """Largest error of the weights, sorted, against float64; rows whose ids differ though no score is near another."""
-    off.graph.replay()
-    fused.graph.replay()
-    errors = {"off": 0.0, "fused": 0.0}
+    made = {"off": ours.off[0], "fused": fused.off[0]}
+    for captured in made.values():
+        captured.graph.replay()
+    errors = dict.fromkeys(made, 0.0)
     different = 0
     for number, (layer, values) in enumerate(zip(model.layers, logits, strict=True)):
-        wide = values.double()
-        weights, _ = layer.route(wide, layer.bias.double()) if layer.route is grouped else plain64(wide)
+        wide, bias = values.double(), layer.bias.double()
+        weights, near = grouped64(wide, bias) if layer.route is grouped else plain64(wide)
         true = weights.sort(-1).values
-        for variant, captured in (("off", off), ("fused", fused)):
+        for variant, captured in made.items():
             seen = captured.result[1][number].double().sort(-1).values
             errors[variant] = max(errors[variant], float((seen - true).abs().max()))
-        unlike = (rows[:, number].sort(-1).values != fused_rows[:, number].sort(-1).values).any(-1)
-        scores = (wide.sigmoid() + layer.bias.double()) if layer.route is grouped else wide.softmax(-1)
-        best = scores.sort(-1, descending=True).values
-        apart = (best[:, :-1] - best[:, 1:])[:, :-1].min(-1).values > MARGIN
-        different += int((unlike & apart).sum())
+        one, other = (found.rows[:, number].sort(-1).values for found in (ours, fused))
+        different += int(((one != other).any(-1) & ~near).sum())
     return {"error of off": errors["off"], "error of fused": errors["fused"], "rows that differ": different}
 
 
+def grouped64(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights in float64, and whether scores or group scores are near one another."""
+    scores = logits.sigmoid() + bias
+    groups = scores.view(-1, 8, 32).topk(2, dim=-1)[0].sum(-1)
+    return grouped(logits, bias)[0], is_near(scores) | is_near(groups)
+
+
 def plain64(logits: Tensor) -> tuple[Tensor, Tensor]:
-    weights, ids = torch.topk(logits.softmax(-1), 8, dim=-1)
-    return weights / weights.sum(dim=-1, keepdim=True), ids
+    scores = logits.softmax(-1)
+    weights = scores.topk(8, dim=-1)[0]
+    return weights / weights.sum(dim=-1, keepdim=True), is_near(scores.topk(9, dim=-1)[0])
+
+
+def is_near(scores: Tensor) -> Tensor:
+    best = scores.sort(-1, descending=True).values
+    return (best[:, :-1] - best[:, 1:]).min(-1).values <= MARGIN
 
 
 def empty_kernels(count: int, replays: int) -> float:
