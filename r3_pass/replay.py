@@ -85,6 +85,7 @@ class Replays:
         self.forwards: Counter[int] = Counter()
         self.fallback: Counter[int] = Counter()
         self.device: torch.device | None = None
+        self._beside: torch.cuda.Stream | None = None
         self._open: tuple[Replay, ...] = ()
         self._frames: list[weakref.ref[nn.Module]] = []
         self._models: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -94,6 +95,15 @@ class Replays:
     def active(self) -> Replay | None:
         running = self._open
         return running[-1] if running else None
+
+    def beside(self) -> torch.cuda.Stream | None:
+        """A stream for routes that come from the host; None where no graph runs on a GPU."""
+        device = self.device
+        if device is None or device.type != "cuda":
+            return None
+        if self._beside is None or self._beside.device != device:
+            self._beside = torch.cuda.Stream(device)
+        return self._beside
 
     def enter(self, replay: Replay) -> None:
         with self.lock:
@@ -145,7 +155,7 @@ class Replay:
     """One context: `with backend.replay(routes)`. May be entered again, also for a backward that comes later."""
 
     def __init__(self, replays: Replays, routes: Any, model: nn.Module | None, on_bad_row: OnBadRow) -> None:
-        self.given = Given(routes, on_bad_row, replays.device)
+        self.given = Given(routes, on_bad_row, replays.device, replays.beside())
         self.model = model
         self.forwards: Counter[int] = Counter()
         self.backward = False
@@ -257,8 +267,9 @@ class Replay:
             columns.append(column)
         laid = given.laid(tokens, graph.device)
         width = graph.top_k
-        if columns == list(range(given.layers)) and width == given.columns:
-            return laid
+        first = columns[0]
+        if first is not None and width == given.columns and columns == list(range(first, first + len(columns))):
+            return laid[first : first + len(columns)]
         live = laid.new_full((1, tokens, width), -1)
         more = max(0, width - given.columns)
         parts = [
@@ -274,7 +285,7 @@ class Replay:
         every = binding.count_layers(binding.container)
         routed = sorted({*binding.layers, *binding.expected()})
         if given.layers == every:
-            dense = next((n for n in range(every) if n not in routed and given.valid[n]), None)
+            dense = next((n for n in range(every) if n not in routed and given.summary.valid[n]), None)
             if dense is not None:
                 raise InvalidRoutes(
                     f"routes[..., {dense}, :] holds expert ids, and layer {dense} has no experts (MoE layers: "
