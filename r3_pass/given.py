@@ -100,7 +100,8 @@ class Given:
             return True
         if self.sequences != other.sequences or self.routes.shape != other.routes.shape:
             return False
-        self._use(), other._use()
+        self._use()
+        other._use()
         return torch.equal(self.routes, other.routes.to(self.routes.device))
 
     # ---- checks -------------------------------------------------------------------------------------------------
