@@ -13,8 +13,8 @@ import numpy.typing as npt
 import torch
 
 from r3_pass.errors import BufferLayoutError
+from r3_pass.pinned import pinned
 from r3_pass.runtime.memory import Placement, allocate, allocate_pinned
-from r3_pass.runtime.pinned import pinned
 
 # Of an id that nothing was routed to, and of every id of a void row.
 VOID = -1
