@@ -73,7 +73,7 @@ def rewrite(module: fx.GraphModule, sites: Sequence[Accepted], device: torch.dev
     mode = fake_mode_of(module.graph)
     if mode is None:
         return "the graph carries no traced values"
-    copy, where = _copy(module, _wanted(sites))
+    copy, where = copy_graph(module, _wanted(sites))
     graph = copy.graph
     output = next(n for n in graph.nodes if n.op == "output")
     found = tuple(_occurrences(sites, where))
@@ -97,7 +97,7 @@ def rewrite(module: fx.GraphModule, sites: Sequence[Accepted], device: torch.dev
 
 def occurrences(module: fx.GraphModule, sites: Sequence[Accepted]) -> tuple[Occurrence, ...]:
     """Where each site runs, without a rewrite to use; for explanations."""
-    _, where = _copy(module, _wanted(sites))
+    _, where = copy_graph(module, _wanted(sites))
     return tuple(_occurrences(sites, where))
 
 
@@ -196,7 +196,7 @@ def _wanted(sites: Sequence[Accepted]) -> dict[fx.Node, bool]:
     return {node: site.overwritten for site in sites for node in site.columns}
 
 
-def _copy(module: fx.GraphModule, wanted: dict[fx.Node, bool]) -> tuple[fx.GraphModule, Where]:
+def copy_graph(module: fx.GraphModule, wanted: dict[fx.Node, bool]) -> tuple[fx.GraphModule, Where]:
     """Copy a graph, handing the wanted values of nested graphs out to it.
 
     Returns: the copy, and where each wanted value now is, by the original value and the original calls that lead to it.
@@ -215,7 +215,7 @@ def _copy(module: fx.GraphModule, wanted: dict[fx.Node, bool]) -> tuple[fx.Graph
             where[(node, ())] = kept(graph, new) if wanted[node] else new
         if nested is None or not any(n in wanted for n in _all_nodes(nested)):
             continue
-        body, inside = _copy(nested, wanted)
+        body, inside = copy_graph(nested, wanted)
         results = next(n for n in body.graph.nodes if n.op == "output")
         handed = list(results.args[0])
         results.args = ((*handed, *inside.values()),)

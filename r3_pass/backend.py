@@ -21,6 +21,7 @@ from r3_pass.binding import Binding, Place, find_binding
 from r3_pass.errors import R3Error, RefusedConfiguration
 from r3_pass.given import OnBadRow
 from r3_pass.inner import Compiled, Inner, compile_with
+from r3_pass.passes.fuse import Fused, fuse
 from r3_pass.passes.match import match
 from r3_pass.passes.record import rewrite
 from r3_pass.passes.replay import force
@@ -124,9 +125,10 @@ class RefusedGraph:
 class Backend:
     """A torch.compile backend that records and replays expert routing; see `r3_pass.backend`."""
 
-    def __init__(self, inner: Inner, mode: Mode) -> None:
+    def __init__(self, inner: Inner, mode: Mode, fuse_router: bool = False) -> None:
         self.inner = inner
         self.mode = mode
+        self.fuse_router = fuse_router
         self.graphs: list[GraphRecord] = []
         self.replays: Replays | None = None if mode == "record" else Replays()
 
@@ -145,7 +147,14 @@ class Backend:
             plain = compile_with(self.inner, module, example_inputs, options)
             return RefusedGraph(plain, refused, module, self.replays) if refused else plain
         if self.mode == "record":
-            return self._compile_recording(module, example_inputs, found, refused, record, options)
+            fused = fuse(module, found.sites) if self.fuse_router else Fused(module, found.sites, ())
+            record.unfused = fused.reasons
+            compiled = self._compile_recording(
+                fused.module, example_inputs, found, fused.sites, refused, record, options
+            )
+            if fused.module is not module:
+                record.keep_before(module)
+            return compiled
         # Every flavour is compiled here and now: guards that a later compilation adds would be lost.
         device = _device_of(found.sites)
         made = force(module, found.sites, device, broken=bool(getattr(reason, "graph_break", False)))
@@ -160,7 +169,7 @@ class Backend:
                 record.refusals[f"{site.module or 'a graph'} ({site.form}) cannot take given routes: {why}"] = None
         forced = compile_with(self.inner, made.module, [*example_inputs, value(made.added)], options)
         if self.mode == "both":
-            live = self._compile_recording(module, example_inputs, found, refused, record, options)
+            live = self._compile_recording(module, example_inputs, found, found.sites, refused, record, options)
         else:
             record.keep(module, made.module)
             live = compile_with(self.inner, module, example_inputs, options)
@@ -176,14 +185,15 @@ class Backend:
         module: fx.GraphModule,
         example_inputs: Sequence[Any],
         found: Match,
+        sites: Sequence[Accepted],
         refused: Sequence[Rejected],
         record: GraphRecord,
         options: dict[str, Any],
     ) -> Compiled:
-        device = _device_of(found.sites)
-        rewritten = rewrite(module, found.sites, device)
+        device = _device_of(sites)
+        rewritten = rewrite(module, sites, device)
         if isinstance(rewritten, str):
-            more = [Rejected(s.selections[0].name, rewritten, True, s.module, s.gate) for s in found.sites]
+            more = [Rejected(s.selections[0].name, rewritten, True, s.module, s.gate) for s in sites]
             record.found = Match((), (*found.rejected, *more))
             plain = compile_with(self.inner, module, example_inputs, options)
             return RefusedGraph(plain, [*refused, *more], module, self.replays)
@@ -248,7 +258,7 @@ def _device_of(sites: Sequence[Accepted]) -> torch.device:
     return seen.device if isinstance(seen, Tensor) else torch.device("cpu")
 
 
-def backend(inner: Inner = "inductor", *, mode: Mode = "record") -> Backend:
+def backend(inner: Inner = "inductor", *, mode: Mode = "record", fuse_router: bool = False) -> Backend:
     """A `torch.compile` backend that records which experts every token was routed to.
 
     >>> import r3_pass, torch
@@ -263,8 +273,13 @@ def backend(inner: Inner = "inductor", *, mode: Mode = "record") -> Backend:
             a backend. Outputs are those of the same inner backend without r3_pass, bit for bit.
         mode: what each graph that routes is compiled for, beside running live: "record", "replay" (`backend.replay(routes)`),
             or "both". Each is one more compilation of the graph when it is first seen, and none later.
+        fuse_router: compute each layer's routing from the logits on (scores, top-k, weights) by one kernel, with a session and
+            without, where it is exactly a routing that the kernel computes; `report()` says of each site whether it is, or why
+            not. Weights are then equal up to rounding, not bit for bit, and so are ids where the margin is more than
+            `r3_pass.passes.router.MARGIN`. For inference: with mode="record", and no gradients.
 
-    Raises: RefusedConfiguration if Dynamo knows no backend of that name; ValueError for an unknown mode.
+    Raises: RefusedConfiguration if Dynamo knows no backend of that name, or for fuse_router with another mode; ValueError for
+        an unknown mode.
     """
     if not isinstance(inner, str) and not callable(inner):
         raise ValueError(f"inner is the name of a Dynamo backend or a backend, got {inner!r}")
@@ -274,12 +289,17 @@ def backend(inner: Inner = "inductor", *, mode: Mode = "record") -> Backend:
         )
     if mode not in ("record", "replay", "both"):
         raise ValueError(f"mode is 'record', 'replay' or 'both', got {mode!r}")
-    return Backend(inner, mode)
+    if fuse_router and mode != "record":
+        raise RefusedConfiguration(
+            f"fuse_router=True with mode={mode!r}: a fused router takes no given routes and has no gradients. Use mode='record' in "
+            "the engine, and a backend without fuse_router in the trainer."
+        )
+    return Backend(inner, mode, fuse_router)
 
 
 def r3_pass(module: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Compiled:
     """`torch.compile(model, backend="r3_pass")`: a backend without state; sessions are found by the weights of each call."""
     chosen = dict(options.get("options") or {})
-    inner = chosen.pop("inner", "inductor")
+    inner, fuse_router = chosen.pop("inner", "inductor"), chosen.pop("fuse_router", False)
     passed = {**options, "options": chosen} if chosen else {k: v for k, v in options.items() if k != "options"}
-    return backend(inner)(module, example_inputs, **passed)
+    return backend(inner, fuse_router=fuse_router)(module, example_inputs, **passed)

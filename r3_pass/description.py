@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import Any
 
@@ -98,6 +98,30 @@ class Description:
                     if mine is not None and theirs is not None and mine != theirs
                 ]
         return found
+
+    @classmethod
+    def of_stages(cls, stages: Iterable[Description]) -> Description:
+        """Of the merged rows of pipeline stages, given the description of each that records, in order.
+
+        Raises: RefusedConfiguration if they are not of one model and one version of the weights, or share a layer.
+        """
+        parts = list(stages)
+        for name in ("model", "weights", "num_layers", "dtype", "r3_pass"):
+            seen = {getattr(part, name) for part in parts}
+            if len(seen) != 1:
+                raise RefusedConfiguration(
+                    f"descriptions of stages with {name} of {sorted(map(repr, seen))}, expected one."
+                )
+        first = parts[0]
+        columns = sorted(
+            column for part in parts for column in zip(part.layers, part.layer_top_k, part.num_experts, strict=True)
+        )
+        layers, layer_top_k, num_experts = zip(*columns, strict=True)
+        digest = hashlib.sha256("".join(part.fingerprint for part in parts).encode()).hexdigest()
+        return dataclasses.replace(
+            first, fingerprint=digest, top_k=max(part.top_k for part in parts),
+            layers=layers, layer_top_k=layer_top_k, num_experts=num_experts,
+        )  # fmt: skip
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), sort_keys=True)

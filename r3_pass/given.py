@@ -5,14 +5,20 @@ Legend: R rows given, T tokens of the forward, L layers given, K columns given, 
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from r3_pass import streams
 from r3_pass.errors import InvalidRoutes
+from r3_pass.pinned import pinned
+from r3_pass.summary import Summary, holes, summarise, twice
 
 OnBadRow = Literal["error", "live"]
 
@@ -21,9 +27,15 @@ _CHANCE = 1e-6
 
 
 class Given:
-    """Routes as int32 [R, L, K], -1 for the live router; a copy, on a GPU where one is named or they came from one.
+    """Routes as int32 [L, R, K], -1 for the live router; a copy, on a GPU where one is named or they came from one.
+
+    Args:
+        device: where they will be needed, if that is known.
+        beside: a stream of that GPU on which rows from the host are uploaded and summarised, so that the host waits for
+            that alone and not for what is queued already; None for the current stream.
 
     Attributes:
+        routes: int32 [L, R, K].
         rows: R.
         sequences: B of padded [B, S, L, K]; None for flat rows.
         fallback: rows of each of L layers that were bad and went to the live router.
@@ -31,64 +43,68 @@ class Given:
     Raises: InvalidRoutes if the array has another shape or dtype.
     """
 
-    def __init__(self, routes: Any, on_bad_row: OnBadRow = "error", device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        routes: Any,
+        on_bad_row: OnBadRow = "error",
+        device: torch.device | None = None,
+        beside: torch.cuda.Stream | None = None,
+    ) -> None:
         if on_bad_row not in ("error", "live"):
             raise ValueError(f"on_bad_row is 'error' or 'live', got {on_bad_row!r}")
         self.on_bad_row = on_bad_row
-        ids = _tensor(routes, device)
-        self.sequences = int(ids.shape[0]) if ids.dim() == 4 else None
-        self.ids = ids.flatten(0, 1) if ids.dim() == 4 else ids
-        self.rows, self.layers, self.columns = map(int, self.ids.shape)
+        given = _integers(routes)
+        self.sequences = int(given.shape[0]) if given.dim() == 4 else None
+        given = given.flatten(0, 1) if given.dim() == 4 else given
+        self.rows, self.layers, self.columns = map(int, given.shape)
+        self._made_on: streams.Raw | None = None
+        self.routes, self._summarise = self._bring(given, device, beside)
         self.fallback: dict[int, int] = {}
         self._checked: set[int] = set()
         self._laid: dict[tuple[int, torch.device], Tensor] = {}
-        self._measure()
+
+    def _bring(
+        self, given: Tensor, device: torch.device | None, beside: torch.cuda.Stream | None
+    ) -> tuple[Tensor, Callable[[], Summary]]:
+        """Copy [R, L, K] to where it is needed, by layer; on a GPU everything is queued and nothing waited for."""
+        if device is None or device.type != "cuda":
+            device = given.device
+        if device.type == "cpu" or (start := _kernel(device)) is None:
+            routes = torch.empty((self.layers, self.rows, self.columns), dtype=torch.int32, device=device)
+            routes.copy_(given.movedim(1, 0))
+            return routes, lambda: summarise(routes)
+        with contextlib.ExitStack() as on:
+            on.enter_context(torch.cuda.device(device))
+            if given.device.type == "cpu":
+                on.enter_context(torch.cuda.stream(beside))
+                host, given = given, pinned(given)
+                given = given.to(device, non_blocking=given is not host)  # the caller may write to what is their own
+            else:
+                given = given.to(device)
+            self._made_on = streams.current(given.device)
+            return start(given.contiguous())
+
+    def _use(self) -> None:
+        """Make the routes the current stream's to read: they are there, and the allocator knows who reads them."""
+        _ = self.summary
+        if self._made_on is not None and self._made_on != (now := streams.current(self.routes.device)):
+            self.routes.record_stream(streams.stream(now, self.routes.device))
+
+    @functools.cached_property
+    def summary(self) -> Summary:
+        """Everything that can be said without a layer's E and k; the host waits for it once."""
+        return self._summarise()
 
     def same(self, other: Given) -> bool:
-        return self is other or (
-            self.sequences == other.sequences
-            and self.ids.shape == other.ids.shape
-            and torch.equal(self.ids, other.ids.to(self.ids.device))
-        )
+        if self is other:
+            return True
+        if self.sequences != other.sequences or self.routes.shape != other.routes.shape:
+            return False
+        self._use()
+        other._use()
+        return torch.equal(self.routes, other.routes.to(self.routes.device))
 
     # ---- checks -------------------------------------------------------------------------------------------------
-    def _measure(self) -> None:
-        """Everything that can be said without a layer's E and k; one synchronisation for rows on a GPU."""
-        ids = self.ids
-        columns = ids.movedim(-1, 0).contiguous()
-        valid = columns >= 0
-        if ids.device.type == "cpu":
-            twice = torch.zeros(columns.shape[1:], dtype=torch.bool)
-            for j in range(1, self.columns):
-                for i in range(j):
-                    twice |= (columns[i] == columns[j]) & valid[j]
-        else:  # where a launch costs more than a sort
-            ordered = ids.sort(-1).values
-            twice = ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any(-1)
-        hole = (valid[1:] & ~valid[:-1]).any(0) if self.columns > 1 else torch.zeros_like(twice)
-        self._twice, self._hole = twice, hole | (columns < -1).any(0)
-        self._summarise()
-
-    def _summarise(self) -> None:
-        ids = self.ids
-        if not self.rows:
-            self.largest = self.valid = self.fewest = self.most = self.equal = self.broken = [0] * self.layers
-            return
-        count = (ids >= 0).sum(-1)
-        some = count > 0
-        low = torch.where(some.unsqueeze(-1), ids, torch.iinfo(torch.int32).max).amin(0)
-        high = ids.amax(0)
-        numbers = [
-            high.amax(-1),
-            some.sum(0),
-            torch.where(some, count, self.columns + 1).amin(0),
-            count.amax(0),
-            (low == high).all(-1),
-            (self._twice | self._hole).sum(0),
-        ]
-        found = torch.stack([n.long() for n in numbers]).tolist()
-        self.largest, self.valid, self.fewest, self.most, self.equal, self.broken = found
-
     def check(self, column: int, layer: int, experts: int, top_k: int) -> None:
         """Check one layer's rows against what its router can choose; once per layer.
 
@@ -99,7 +115,8 @@ class Given:
         """
         if column in self._checked:
             return
-        if self.most[column] and top_k > self.columns:
+        seen = self.summary
+        if seen.most[column] and top_k > self.columns:
             raise InvalidRoutes(
                 f"layer {layer} chooses {top_k} experts for a token, the routes have {self.columns} columns: they are "
                 "those of another model, or columns were cut off."
@@ -107,14 +124,15 @@ class Given:
         self._refuse_constant(
             column, layer, experts, top_k
         )  # before single rows are looked at: it explains all of them
-        ids = self.ids[:, column]
-        outside = experts > 0 and self.largest[column] >= experts
-        partial = self.most[column] > 0 and (self.fewest[column], self.most[column]) != (top_k, top_k)
-        if self.broken[column] or outside or partial:
+        outside = experts > 0 and seen.largest[column] >= experts
+        partial = seen.most[column] > 0 and (seen.fewest[column], seen.most[column]) != (top_k, top_k)
+        if seen.broken[column] or outside or partial:
+            self._use()
+            ids = self.routes[column]
             count = (ids >= 0).sum(-1)
             wrong = {
-                "an expert twice": self._twice[:, column],
-                "-1 before an expert, or an id below -1": self._hole[:, column],
+                "an expert twice": twice(ids),
+                "-1 before an expert, or an id below -1": holes(ids),
                 f"an expert that does not exist (there are {experts})": (ids >= (experts or 1 << 31)).any(-1),
                 f"other than {top_k} experts": (count > 0) & (count != top_k),
             }
@@ -130,23 +148,26 @@ class Given:
             what, mask = next((what, mask) for what, mask in wrong.items() if bool(mask.any()))
             row = int(mask.nonzero()[0])
             raise InvalidRoutes(
-                f"layer {layer} (routes[..., {column}, :]): row {row} has {what}: {self.ids[row, column].tolist()}; {count} of "
+                f"layer {layer} (routes[..., {column}, :]): row {row} has {what}: {self.routes[column, row].tolist()}; {count} of "
                 f"{self.rows} rows are bad. No router chose that: look at where the rows come from (padding is -1), or "
                 "pass on_bad_row='live' to leave such rows to the live router."
             )
         self.fallback[column] = count
-        self.ids[:, column] = torch.where(bad.unsqueeze(-1), -1, self.ids[:, column])
-        self._twice[:, column] = self._hole[:, column] = False
+        self._use()
+        self.routes = (
+            self.routes.clone()
+        )  # what other layers took is part of the old one, and saved for their backwards
+        self.routes[column].masked_fill_(bad.unsqueeze(-1), -1)
         self._laid.clear()
-        self._summarise()
+        self.summary.replace(column, summarise(self.routes[column : column + 1]))
 
     def _refuse_constant(self, column: int, layer: int, experts: int, top_k: int) -> None:
         """An empty capture: the same experts for every token, more often than routers do that."""
         ways = math.perm(max(experts, top_k + 1), top_k)
-        rows = self.valid[column]
-        if not self.equal[column] or rows < 2 or (1 / ways) ** (rows - 1) > _CHANCE:
+        rows = self.summary.valid[column]
+        if not self.summary.equal[column] or rows < 2 or (1 / ways) ** (rows - 1) > _CHANCE:
             return
-        shown = next(row for row in self.ids[:, column].tolist() if row[0] >= 0)
+        shown = next(row for row in self.routes[column].tolist() if max(row) >= 0)
         raise InvalidRoutes(
             f"layer {layer} (routes[..., {column}, :]): all {rows} rows are {shown}. No router sends every token to the same "
             "experts: this is an empty capture (a buffer that was never written). Give -1 for rows that were not recorded."
@@ -162,7 +183,8 @@ class Given:
         known = self._laid.get((tokens, device))
         if known is not None:
             return known
-        ids = self.ids
+        self._use()
+        laid = self.routes
         if self.rows != tokens:
             lengths = self.sequences or 1
             if self.rows + lengths != tokens:
@@ -173,33 +195,42 @@ class Given:
                     "r3_pass.routes.pad, packed ones "
                     "with r3_pass.routes.pack."
                 )
-            ids = ids.view(lengths, -1, self.layers, self.columns)
-            ids = torch.nn.functional.pad(ids, (0, 0, 0, 0, 0, 1), value=-1).flatten(0, 1)
-        laid = ids.movedim(1, 0).contiguous()
-        if device.type == "cuda" and laid.device.type == "cpu":
-            laid = laid.pin_memory().to(device, non_blocking=True)
+            laid = laid.view(self.layers, lengths, -1, self.columns)
+            laid = torch.nn.functional.pad(laid, (0, 0, 0, 1), value=-1).flatten(1, 2)
         laid = laid.to(device)
         self._laid[(tokens, device)] = laid
         return laid
 
 
-def _tensor(routes: Any, device: torch.device | None) -> Tensor:
-    """int32 [R, L, K] or [B, S, L, K], a copy; on the GPU that is named, checks are a matter of microseconds."""
+def _kernel(device: torch.device) -> Callable[[Tensor], tuple[Tensor, Callable[[], Summary]]] | None:
+    """What summarises routes on a device in one launch, where there is such a thing."""
+    if device.type != "cuda":
+        return None
+    try:
+        from r3_pass import summary_kernel  # Triton is imported where there is a GPU only
+    except ImportError:
+        return None
+    return summary_kernel.start
+
+
+def _integers(routes: Any) -> Tensor:
+    """[R, L, K] or [B, S, L, K] of signed integers of up to 32 bits; may be the caller's own memory."""
     if isinstance(routes, np.ndarray):
         if routes.dtype.kind not in "iu":
             raise InvalidRoutes(f"routes are integers, got {routes.dtype}. Pass expert ids, -1 for the live router.")
-        if routes.dtype.itemsize == 8 and routes.size and int(routes.max()) > torch.iinfo(torch.int32).max:
-            raise InvalidRoutes(f"routes hold the id {int(routes.max())}: no model has so many experts.")
-        found = torch.from_numpy(
-            routes.astype(np.int32 if routes.dtype.itemsize > 2 or routes.dtype.kind == "u" else np.int16)
-        )
+        if routes.dtype.itemsize > 4 or routes.dtype in (np.uint32,):
+            _refuse_wide(*((int(routes.min()), int(routes.max())) if routes.size else (0, 0)))
+        kind = np.int32 if routes.dtype.itemsize > 2 or routes.dtype.kind == "u" else np.int16
+        found = torch.from_numpy(np.require(routes, kind, ["C", "W"]))
     elif isinstance(routes, Tensor):
         if routes.dtype.is_floating_point or routes.dtype.is_complex or routes.dtype == torch.bool:
             raise InvalidRoutes(f"routes are integers, got {routes.dtype}. Pass expert ids, -1 for the live router.")
-        wide = routes.dtype in (torch.int64, torch.uint64, torch.uint32) and routes.numel()
-        if wide and int(routes.max()) > torch.iinfo(torch.int32).max:
-            raise InvalidRoutes(f"routes hold the id {int(routes.max())}: no model has so many experts.")
         found = routes.detach()
+        if found.dtype in (torch.int64, torch.uint64, torch.uint32):
+            found = found.long()  # min and max of the others are not implemented everywhere
+            _refuse_wide(*(torch.stack(found.aminmax()).tolist() if found.numel() else (0, 0)))
+        if found.dtype not in (torch.int8, torch.int16, torch.int32):
+            found = found.to(torch.int32)
     else:
         raise InvalidRoutes(
             f"routes are a numpy array or a torch tensor of integers, got {type(routes).__name__}. Join the "
@@ -211,6 +242,12 @@ def _tensor(routes: Any, device: torch.device | None) -> Tensor:
             "tokens, or padded "
             "[batch, seq, layers, top_k]."
         )
-    if device is not None and device.type == "cuda":
-        found = found.to(device)
-    return found.to(torch.int32, copy=True)
+    return found
+
+
+def _refuse_wide(least: int, most: int) -> None:
+    """Before 64 bits are cut to 32: an id that wraps around would look like one that exists."""
+    bounds = torch.iinfo(torch.int32)
+    for number in (most, least):
+        if not bounds.min <= number <= bounds.max:
+            raise InvalidRoutes(f"routes hold the id {number}: no model has so many experts.")

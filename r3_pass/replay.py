@@ -41,7 +41,8 @@ from r3_pass.registry.dataflow import plain, value
 _ADVICE = (
     "Compile the blocks that route so that their graphs run in training, too (each MoE block by itself: "
     "block.mlp.compile(backend=backend)), and pass model= to replay(); r3_pass.explain(model, ...) and "
-    "backend.report() say what was seen"
+    "backend.report() say what was seen. A hook on a gate breaks the graph of a block between its top-k and its experts: "
+    "transformers sets one for output_router_logits=True, which works in a model that is compiled whole only"
 )
 
 
@@ -85,6 +86,7 @@ class Replays:
         self.forwards: Counter[int] = Counter()
         self.fallback: Counter[int] = Counter()
         self.device: torch.device | None = None
+        self._beside: torch.cuda.Stream | None = None
         self._open: tuple[Replay, ...] = ()
         self._frames: list[weakref.ref[nn.Module]] = []
         self._models: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -94,6 +96,15 @@ class Replays:
     def active(self) -> Replay | None:
         running = self._open
         return running[-1] if running else None
+
+    def beside(self) -> torch.cuda.Stream | None:
+        """A stream for routes that come from the host; None where no graph runs on a GPU."""
+        device = self.device
+        if device is None or device.type != "cuda":
+            return None
+        if self._beside is None or self._beside.device != device:
+            self._beside = torch.cuda.Stream(device)
+        return self._beside
 
     def enter(self, replay: Replay) -> None:
         with self.lock:
@@ -145,7 +156,7 @@ class Replay:
     """One context: `with backend.replay(routes)`. May be entered again, also for a backward that comes later."""
 
     def __init__(self, replays: Replays, routes: Any, model: nn.Module | None, on_bad_row: OnBadRow) -> None:
-        self.given = Given(routes, on_bad_row, replays.device)
+        self.given = Given(routes, on_bad_row, replays.device, replays.beside())
         self.model = model
         self.forwards: Counter[int] = Counter()
         self.backward = False
@@ -257,8 +268,9 @@ class Replay:
             columns.append(column)
         laid = given.laid(tokens, graph.device)
         width = graph.top_k
-        if columns == list(range(given.layers)) and width == given.columns:
-            return laid
+        first = columns[0]
+        if first is not None and width == given.columns and columns == list(range(first, first + len(columns))):
+            return laid[first : first + len(columns)]
         live = laid.new_full((1, tokens, width), -1)
         more = max(0, width - given.columns)
         parts = [
@@ -274,7 +286,7 @@ class Replay:
         every = binding.count_layers(binding.container)
         routed = sorted({*binding.layers, *binding.expected()})
         if given.layers == every:
-            dense = next((n for n in range(every) if n not in routed and given.valid[n]), None)
+            dense = next((n for n in range(every) if n not in routed and given.summary.valid[n]), None)
             if dense is not None:
                 raise InvalidRoutes(
                     f"routes[..., {dense}, :] holds expert ids, and layer {dense} has no experts (MoE layers: "

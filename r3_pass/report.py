@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from r3_pass.binding import ATTENTION, Place, in_attention
-from r3_pass.passes.site import Accepted, Match
+from r3_pass.passes.site import Match
 from r3_pass.registry.dataflow import value
 
 
@@ -24,6 +24,8 @@ class SiteEntry:
         num_experts, top_k, form: as the matcher decided.
         graph: number of the graph, in order of compilation.
         proved: False where the ids leave the graph before they reach experts; the model's structure confirms those.
+        fused: with `fuse_router`, whether its routing is one operator; None without.
+        unfused: why it is not.
     """
 
     layer: int | None
@@ -33,6 +35,8 @@ class SiteEntry:
     form: str
     graph: int
     proved: bool
+    fused: bool | None = None
+    unfused: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +57,7 @@ class GraphRecord:
         self.number = number
         self.found = found
         self.ended = ended
+        self.unfused: tuple[str, ...] = ()
         self.placed: dict[tuple[int, Place], None] = {}
         self.refusals: dict[str, None] = {}
         self.bytecode: CodeType | None = None
@@ -63,6 +68,11 @@ class GraphRecord:
         """Keep the graphs' text for `Report.dump`; the compilers behind may change them."""
         self.before = _readable(before)
         self.after = _readable(after) if after is not None else ""
+
+    def keep_before(self, before: fx.GraphModule) -> None:
+        """Where what was compiled is not what Dynamo traced: that is the graph before."""
+        if self.before:
+            self.before = _readable(before)
 
     def watch_bytecode(self) -> None:
         """Keep the function that Dynamo is about to make around this graph; called by the backend, while it compiles."""
@@ -80,14 +90,17 @@ class GraphRecord:
         for number, place in tuple(self.placed):
             placed.add(number)
             if place.block is not None:
-                entries[self._entry(self.found.sites[number], place.block.index, place.module)] = None
+                entries[self._entry(number, place.block.index, place.module)] = None
         for number, site in enumerate(self.found.sites):
             if number not in placed and not in_attention(site.module):
-                entries[self._entry(site, site.layer, site.module)] = None
+                entries[self._entry(number, site.layer, site.module)] = None
         return list(entries)
 
-    def _entry(self, site: Accepted, layer: int | None, module: str) -> SiteEntry:
-        return SiteEntry(layer, module, site.num_experts, site.top_k, site.form, self.number, site.proved)
+    def _entry(self, number: int, layer: int | None, module: str) -> SiteEntry:
+        site = self.found.sites[number]
+        fused = not self.unfused[number] if self.unfused else None
+        why = self.unfused[number] if self.unfused else ""
+        return SiteEntry(layer, module, site.num_experts, site.top_k, site.form, self.number, site.proved, fused, why)
 
     def rejected(self) -> list[RejectedEntry]:
         entries = [RejectedEntry(r.node, r.module, r.reason, r.routing, self.number) for r in self.found.rejected]
@@ -146,11 +159,16 @@ class Report:
         return len(self._graphs)
 
     def table(self) -> list[tuple[str, ...]]:
-        """Rows of text, the first one the heading: layer, module, form, experts, top-k, graph."""
+        """Rows of text, the first one the heading: layer, module, form, experts, top-k, graph; with `fuse_router`, fused."""
         rows: list[tuple[str, ...]] = [("layer", "module", "form", "experts", "top-k", "graph")]
         for entry in self.sites:
             layer = "?" if entry.layer is None else str(entry.layer)
             rows.append((layer, entry.module, entry.form, str(entry.num_experts), str(entry.top_k), str(entry.graph)))
+        fused = [entry.fused for entry in self.sites]
+        if any(f is not None for f in fused):
+            rows = [
+                (*row, cell) for row, cell in zip(rows, ["fused", *("yes" if f else "no" for f in fused)], strict=True)
+            ]
         return rows
 
     def __str__(self) -> str:
@@ -165,6 +183,7 @@ class Report:
             lines.append(
                 f"{len(self.replayed)} layers took given routes in {most} forwards; {bad} bad rows went to the live router"
             )
+        lines.extend(f"NOT FUSED: {e.module} ({e.form}): {e.unfused}" for e in self.sites if e.unfused)
         lines.extend(f"REFUSED: {refusal}" for record in self._graphs for refusal in record.refusals)
         lines.extend(f"NOT RECORDED: {r.module or 'graph ' + str(r.graph)} ({r.node}): {r.reason}" for r in routing)
         return "\n".join(lines)

@@ -121,7 +121,7 @@ def agreement(native: Any, replayed: Any) -> tuple[Agreement, ...]:
 
     Returns: one entry for each layer in which anything was chosen.
     """
-    a, b = (Given(x, "live").ids.cpu() for x in (native, replayed))
+    a, b = (Given(x, "live").routes.movedim(1, 0).cpu() for x in (native, replayed))
     if a.shape != b.shape:
         raise InvalidRoutes(f"the routes to compare have the shapes {tuple(a.shape)} and {tuple(b.shape)}")
     found = []

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import r3_pass
 from r3_pass.runtime import Segment, Session
+from r3_pass.runtime.memory import Placement
 from r3_pass.runtime.rows import RowLog
 from r3_pass.runtime.sequences import SequenceTable
 from r3_pass.runtime.slots import Geometry, SlotBuffer
@@ -123,11 +124,12 @@ def test_rows_equal_the_eager_router(inner: str) -> None:
     session.detach()
 
 
-def test_engine_cuda_graph_replays_any_step() -> None:
+@pytest.mark.parametrize("placement", ["device", "pinned"])
+def test_engine_cuda_graph_replays_any_step(placement: Placement) -> None:
     """An engine captures the forward once and replays it with other inputs, slots and padding."""
     model = build()
     compiled = torch.compile(model, backend=r3_pass.backend("inductor"))
-    session = r3_pass.runtime.attach(compiled, num_slots=SLOTS)
+    session = r3_pass.runtime.attach(compiled, num_slots=SLOTS, placement=placement)
     static = torch.randn(16, HIDDEN, device="cuda")
     graph = captured(session, compiled, static)
     assert (session.read(np.arange(SLOTS)) == -1).all(), "warm-up and capture wrote rows"
@@ -141,6 +143,10 @@ def test_engine_cuda_graph_replays_any_step() -> None:
         expected = truth(model, static)[:real]
         assert (session.finish(f"r{step}", real + 1) == expected).all()
         assert (session.read(slots[:real]) == expected).all()
+        session.prefix_hit(f"again{step}", 0, slots[:real])
+        assert (session.finish(f"again{step}", real + 1) == expected).all()
+        session.assign(slots[:2])
+        assert (session.read(slots[:2]) == -1).all()
     session.detach()
 
 
@@ -309,6 +315,32 @@ def test_a_neighbour_finishes_before_a_prefix_has_arrived() -> None:
     assert not piece.pending.done()
     assert (session.finish("hit", 5) == truth(model, x)).all()
     session.check_integrity()
+    session.detach()
+
+
+def test_a_pinned_buffer_takes_no_memory_of_the_gpu() -> None:
+    model = build()
+    slots = 1_000_000
+    torch.cuda.empty_cache()
+    before = torch.cuda.mem_get_info()[0]
+    session = r3_pass.runtime.attach(
+        torch.compile(model, backend=r3_pass.backend("eager")), num_slots=slots, max_tokens=64, placement="pinned"
+    )
+    x = torch.randn(8, HIDDEN, device="cuda")
+    last = np.arange(slots - 8, slots)
+    compiled = session._call
+    with session.step(last):
+        compiled(x)
+    nbytes = session.geometry.nbytes
+    assert before - torch.cuda.mem_get_info()[0] < nbytes / 2
+    assert session.host_bytes >= nbytes
+    assert (session.read(last) == truth(model, x)).all()
+    session.release()
+    assert session.host_bytes < nbytes
+    session.wake(SLOTS)
+    with session.step(range(8)):
+        compiled(x)
+    assert (session.read(range(8)) == truth(model, x)).all()
     session.detach()
 
 

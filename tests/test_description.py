@@ -127,3 +127,15 @@ def test_the_fingerprint_is_of_the_architecture() -> None:
     """Other values are the same model; another size, or another name, is not."""
     assert fingerprint(decoder(seed=1)) == fingerprint(decoder(seed=2))
     assert fingerprint(decoder(layers=4)) != fingerprint(decoder())
+
+
+def test_stages_are_described_as_one_model() -> None:
+    first = dataclasses.replace(GOOD, layers=(1, 2), layer_top_k=(4, 4), num_experts=(8, 8))
+    last = dataclasses.replace(GOOD, fingerprint="cd" * 32, layers=(4,), layer_top_k=(2,), num_experts=(16,), top_k=2)
+    merged = Description.of_stages([first, last])
+    assert dataclasses.replace(merged, fingerprint=GOOD.fingerprint) == GOOD
+    assert merged.fingerprint not in (first.fingerprint, last.fingerprint)
+    with pytest.raises(RefusedConfiguration, match="weights"):
+        Description.of_stages([first, dataclasses.replace(last, weights="v1")])
+    with pytest.raises(RefusedConfiguration, match="ascending"):
+        Description.of_stages([first, first])

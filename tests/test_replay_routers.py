@@ -95,6 +95,26 @@ def test_auxiliary_loss_stays_live() -> None:
     same((replayed.loss, got), (output.loss, want))
 
 
+@pytest.mark.parametrize("compiled", ["layers", "mlps"])
+def test_hooks_that_break_blocks_are_named(compiled: str) -> None:
+    """What transformers collects router logits by stands between the top-k and the experts of a block."""
+    built = build("qwen3_moe")
+    model, inputs, spec = built.model, built.inputs[0], built.architecture
+    backend = r3_pass.backend("eager", mode="both")
+    for block in built.decoder_layers:
+        (block if compiled == "layers" else block.mlp).compile(backend=backend)
+    tokens = inputs["input_ids"].numel()
+    given = {layer: random_ids(tokens, spec.experts, spec.top_k, seed=layer) for layer in spec.sparse}
+    with (
+        pytest.raises(r3_pass.NoRouterFound, match="output_router_logits"),
+        backend.replay(routes(given, tokens, len(built.decoder_layers)), model=model),
+    ):
+        model(**inputs, output_router_logits=True)
+    session = r3_pass.runtime.attach(model, backend=backend, num_slots=tokens)
+    with pytest.raises(r3_pass.NoRouterFound, match="output_router_logits"), session.step(range(tokens)):
+        model(**inputs, output_router_logits=True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("compiled", ["model", "layers", "mlps"])
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v2"])

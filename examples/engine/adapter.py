@@ -22,7 +22,7 @@ Nothing in the engine knows of it. The methods that it wraps are where any engin
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -31,10 +31,11 @@ from torch import Tensor, nn
 
 from engine.engine import Engine
 from engine.model_runner import Batch, ModelRunner
+from engine.pipeline import Pipeline
 from engine.scheduler import Chunk
 from engine.sequence import Result, Sequence
 from r3_pass import MissingRoutes, RefusedConfiguration, StaleRoutes
-from r3_pass.runtime import SegmentBatch
+from r3_pass.runtime import SegmentBatch, merge_stages
 from r3_pass.runtime.engines import Deployment, EngineAdapter
 
 Blocks = list[int]
@@ -65,9 +66,15 @@ class ReferenceAdapter(EngineAdapter):
         return max(self.engine.max_batch_tokens + 8, decode)
 
     @property
+    def pipeline(self) -> Pipeline | None:
+        return self.engine.runner.pipeline
+
+    @property
     def deployment(self) -> Deployment:
         """Of tensor-parallel ranks the first records. transformers keeps routers whole on each, so ids number all experts."""
-        ranks = self.engine.ranks
+        stage, ranks = self.pipeline, self.engine.ranks
+        if stage is not None:
+            return Deployment(pipeline_parallel=stage.size, pipeline_rank=stage.rank, stage_layers=stage.layers)
         return Deployment(
             tensor_parallel=ranks.world,
             tensor_parallel_rank=ranks.rank,
@@ -84,6 +91,10 @@ class ReferenceAdapter(EngineAdapter):
         """A prompt of nobody, in blocks that are given back."""
         engine, runner = self.engine, self.engine.runner
         count = min(32, engine.max_batch_tokens, self.num_slots) // 8 * 8  # a multiple, so that nothing is padded
+        if self.pipeline is not None:
+            raise RefusedConfiguration(
+                "self_test: a stage has some of the layers only. Test the whole model on one process."
+            )
         if engine.requests or not count:
             raise RefusedConfiguration("self_test takes eight slots and more, before the first request.")
         tokens = np.arange(count) * 7 % runner.vocab_size
@@ -135,12 +146,21 @@ class ReferenceAdapter(EngineAdapter):
     # ---- requests -----------------------------------------------------------------------------------------------
     def _admit(self, admit: Callable[[Sequence], None], seq: Sequence) -> None:
         """A prefix hit. Rows that cannot be vouched for fail this request, not the others."""
+        failure: Exception | None = None
         try:
             self.session.prefix_hit(seq.request_id, 0, self._slots(seq.block_table)[: seq.num_computed])
         except (StaleRoutes, MissingRoutes) as error:
-            self.engine.fail(seq, error)
-            return
-        admit(seq)
+            failure = error
+        if seq.num_computed:
+            failure = _first(self._gather(failure))
+        if failure is not None:
+            self.engine.fail(seq, failure)
+        else:
+            admit(seq)
+
+    def _gather(self, mine: Any) -> list[Any]:
+        """What each process has that serves with this one: what one alone finds out would part their ways."""
+        return (self.pipeline or self.engine.ranks).gather(mine)
 
     def _preempt(self, preempt: Callable[[Sequence], None], seq: Sequence) -> None:
         self.session.preempt(seq.request_id, seq.num_tokens)
@@ -148,13 +168,20 @@ class ReferenceAdapter(EngineAdapter):
 
     def _emit(self, emit: Callable[[Sequence, Result], Result], seq: Sequence, result: Result) -> Result:
         num_tokens = len(seq.token_ids)
+        failure: Exception | None = None
         try:
             ended = result.finish_reason in ("abort", "error")
             collect = self.session.abort if ended else self.session.finish
-            result.routed_experts = collect(seq.request_id, num_tokens)
+            rows = collect(seq.request_id, num_tokens)
         except (StaleRoutes, MissingRoutes) as error:
-            result.error, result.finish_reason = error, "error"
-            result.routed_experts = self.session.abort(seq.request_id, num_tokens)
+            failure = error
+            rows = self.session.abort(seq.request_id, num_tokens)
+        if self.pipeline is not None:  # the rows of this stage; the output is built on every one
+            parts, failures = zip(*self.pipeline.gather((rows, failure)), strict=True)
+            rows, failure = merge_stages(parts), _first(failures)
+        result.routed_experts = rows
+        if failure is not None:
+            result.error, result.finish_reason = failure, "error"
         return emit(seq, result)
 
     # ---- forwards -----------------------------------------------------------------------------------------------
@@ -193,3 +220,8 @@ class ReferenceAdapter(EngineAdapter):
         wake(num_blocks)
         self._wrap_blocks()  # the engine has a new block manager
         self.session.wake(self.num_slots, self.max_tokens)
+
+
+def _first(failures: Iterable[Exception | None]) -> Exception | None:
+    """What one process found is so for all."""
+    return next((failure for failure in failures if failure is not None), None)

@@ -19,6 +19,7 @@ from engine.block_manager import BlockManager
 from engine.drafter import Drafter
 from engine.model_runner import Batch, ModelRunner
 from engine.parallel import ranks_of
+from engine.pipeline import Pipeline
 from engine.scheduler import Scheduler
 from engine.sequence import Result
 from engine.sequence import Sequence as Request
@@ -44,6 +45,7 @@ class Engine:
         num_blocks, block_size: of the KV cache.
         max_batch_tokens: of one forward; longer prompts are cut into chunks.
         max_num_seqs: sequences that run at a time.
+        pipeline: the stage of this process; every process makes the same calls.
 
     Attributes:
         ranks: how the model is split. Each rank has an engine, all of them with the same requests, greedy.
@@ -64,6 +66,7 @@ class Engine:
         block_size: int = 16,
         max_batch_tokens: int = 512,
         max_num_seqs: int = 64,
+        pipeline: Pipeline | None = None,
     ) -> None:
         drafts = num_drafts if drafter is not None else 0
         if min(num_blocks, block_size, max_batch_tokens, max_num_seqs) < 1 or (drafter is not None and drafts < 1):
@@ -71,11 +74,13 @@ class Engine:
         if max_batch_tokens <= drafts:
             raise ValueError(f"max_batch_tokens={max_batch_tokens} has no room for a token and {drafts} drafts.")
         self.ranks = ranks_of(model)
+        if pipeline is not None and self.ranks.world > 1:
+            raise ValueError("a tensor-parallel model is split already: no pipeline.")
         self.max_batch_tokens = max_batch_tokens
         self.max_num_seqs = max_num_seqs
         self.blocks = BlockManager(num_blocks, block_size)
         self.scheduler = Scheduler(self.blocks, max_batch_tokens, max_num_seqs, drafts)
-        self.runner = ModelRunner(model, backend, num_blocks, block_size, 1 + drafts)
+        self.runner = ModelRunner(model, backend, num_blocks, block_size, 1 + drafts, pipeline)
         self.drafter = (
             Drafter(ModelRunner(drafter, backend, num_blocks, block_size, 1), drafts, max_batch_tokens)
             if drafter is not None
@@ -189,7 +194,11 @@ class Engine:
         if not chunks:
             return None
         if self.drafter is not None:
-            self.drafter.propose([chunk.seq for chunk in chunks if chunk.num_outputs > 1])
+            drafted = [chunk.seq for chunk in chunks if chunk.num_outputs > 1]
+            self.drafter.propose(drafted)
+            if self.runner.pipeline is not None:
+                for seq, drafts in zip(drafted, self.runner.pipeline.agree([s.drafts for s in drafted]), strict=True):
+                    seq.drafts = drafts
         pending = self._rows_of_pending()
         tokens = []
         for chunk in chunks:
@@ -307,7 +316,8 @@ class Engine:
         for seq in reversed(self.scheduler.running[:]):
             self.scheduler.preempt(seq)
         self.blocks.forget_prefixes()
-        self.runner.model.load_state_dict(state_dict)
+        here = self.runner.model.state_dict().keys()  # a stage has some of the layers only
+        self.runner.model.load_state_dict({name: value for name, value in state_dict.items() if name in here})
 
     def compact(self) -> None:
         """Move the blocks in use to the front of the cache."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.fx.experimental import _config
 
 from engine.attention import NAME, Paged, Shapes
+from engine.pipeline import Pipeline
 from engine.scheduler import Chunk
 from engine.sequence import Sequence as Request
 from engine.support import refuse
@@ -57,6 +58,7 @@ class ModelRunner:
     Args:
         backend: what torch.compile compiles the forward with.
         query_len: tokens of a sequence in a decode: one, and those that it verifies.
+        pipeline: leaves some of the layers here, and has the others elsewhere.
 
     Attributes:
         sampled: int64, the tokens that the forward before sampled, on the device.
@@ -65,8 +67,17 @@ class ModelRunner:
     Raises: ValueError for a model that it cannot serve right.
     """
 
-    def __init__(self, model: nn.Module, backend: Any, num_blocks: int, block_size: int, query_len: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        backend: Any,
+        num_blocks: int,
+        block_size: int,
+        query_len: int,
+        pipeline: Pipeline | None = None,
+    ) -> None:
         refuse(model)
+        self.pipeline = pipeline
         self.model = model.eval()
         self.device = next(model.parameters()).device
         self.block_size = block_size
@@ -93,6 +104,8 @@ class ModelRunner:
             model.set_attn_implementation(NAME)
             try:
                 self.cached = self._find_cached(ids)
+                if self.pipeline is not None:
+                    self.pipeline.split(model)
                 self._check(ids, expected)
             except BaseException:
                 model.set_attn_implementation(before)
@@ -118,8 +131,7 @@ class ModelRunner:
         found, start = [], 0
         for length in (9, 1, 1, 6, _CHECKED_TOKENS - 17):
             batch = self.batch([Chunk(seq, start, length, length)], [np.array(seq.token_ids[start : start + length])])
-            inputs = self._on_device(batch)
-            logits = self._forward(self.model, inputs, torch.from_numpy(batch.layout))
+            logits = self._run_plain(self.model, batch)
             found.append(logits[:length].float())
             start += length
         error = (torch.cat(found) - expected).norm(dim=-1) / expected.norm(dim=-1)
@@ -140,8 +152,11 @@ class ModelRunner:
     # ---- KV cache -----------------------------------------------------------------------------------------------
     def allocate(self, num_blocks: int) -> None:
         """A KV cache of `num_blocks` blocks and a bin for padded tokens."""
-        pages = (num_blocks + 1, self.block_size)
-        self.kv = [(k.new_zeros(*pages, *k.shape), v.new_zeros(*pages, *v.shape)) for k, v in self.cached]
+        self.kv = []
+        for layer, (k, v) in enumerate(self.cached):
+            here = self.pipeline is None or layer in self.pipeline.layers
+            pages = (num_blocks + 1 if here else 0, self.block_size)
+            self.kv.append((k.new_zeros(*pages, *k.shape), v.new_zeros(*pages, *v.shape)))
 
     def release(self) -> None:
         """Free the KV cache, and the graphs that hold on to it."""
@@ -151,7 +166,7 @@ class ModelRunner:
     def move_blocks(self, moved: dict[int, int]) -> None:
         """Copy the KV of blocks to others, none of which is a source."""
         src, dst = (torch.tensor(list(blocks), device=self.device) for blocks in (moved, moved.values()))
-        for cache in (tensor for pair in self.kv for tensor in pair):
+        for cache in (tensor for pair in self.kv for tensor in pair if len(tensor)):
             cache[dst] = cache[src]
 
     # ---- batches ------------------------------------------------------------------------------------------------
@@ -215,15 +230,30 @@ class ModelRunner:
         Returns: logits [outputs or more, vocabulary] on the device, in the order of `batch.outputs`."""
         graph = self.graphs.get(len(batch.block_table)) if batch.query_len else None
         if graph is None or batch.block_table.shape[1] > graph[1]["block_table"].shape[1]:
-            return self._forward(self.compiled, self._on_device(batch), torch.from_numpy(batch.layout))
-        captured, static, logits = graph
+            return self._run_plain(self.compiled, batch)
+        captured, static, out = graph
         width = static["block_table"].shape[1]
         wide = np.pad(batch.block_table, ((0, 0), (0, width - batch.block_table.shape[1])))
-        for name, value in self._on_device(dataclasses.replace(batch, block_table=wide)).items():
+        for name, value in self._received(dataclasses.replace(batch, block_table=wide)).items():
             if name != "outputs":
                 static[name].copy_(value)
         captured.replay()
-        return logits[self._tensor(batch.outputs)]
+        if self.pipeline is not None and not self.pipeline.last:
+            return self.pipeline.deliver(out, len(batch.outputs))
+        logits = out[self._tensor(batch.outputs)]
+        return logits if self.pipeline is None else self.pipeline.deliver(logits, len(batch.outputs))
+
+    def _run_plain(self, model: Callable[..., Any], batch: Batch) -> Tensor:
+        """A forward of all stages without a CUDA graph."""
+        out = self._forward(model, self._received(batch), torch.from_numpy(batch.layout))
+        return out if self.pipeline is None else self.pipeline.deliver(out, len(batch.outputs))
+
+    def _received(self, batch: Batch) -> dict[str, Tensor]:
+        """The inputs of a forward, those from the stage before included."""
+        inputs = self._on_device(batch)
+        if "hidden" in inputs and self.pipeline is not None:
+            inputs["hidden"] = self.pipeline.receive(len(batch.token_ids))
+        return inputs
 
     def capture(self, num_seqs: int, max_blocks: int) -> None:
         """Capture the decode of so many sequences, of `max_blocks` blocks at most, as a CUDA graph."""
@@ -244,23 +274,27 @@ class ModelRunner:
             return self._forward(self.compiled, static, layout)
 
     def _forward(self, model: Callable[..., Any], inputs: dict[str, Tensor], layout: Tensor) -> Tensor:
+        """Logits, or the hidden states of every token where another stage goes on."""
         paged = Paged(self.kv, inputs["slot_mapping"], inputs["positions"], inputs["block_table"], layout)
         with torch.no_grad(), _SHAPES.patch(use_duck_shape=False):  # no graph for sizes that happen to be equal
-            logits: Tensor = model(
-                inputs["token_ids"][None],
+            out: Tensor = model(
+                inputs["token_ids"][None] if "hidden" not in inputs else None,
+                inputs_embeds=inputs["hidden"][None] if "hidden" in inputs else None,
                 position_ids=inputs["positions"][None],
                 use_cache=False,
-                logits_to_keep=inputs["outputs"],
+                logits_to_keep=inputs["outputs"] if self.pipeline is None or self.pipeline.last else 0,
                 paged=paged,
             ).logits[0]
-        return logits
+        return out
 
     def _on_device(self, batch: Batch) -> dict[str, Tensor]:
         ids = self._tensor(batch.token_ids)
         if (batch.token_ids < 0).any():
             ids = torch.where(ids < 0, self.sampled[(-1 - ids).clamp_min(0)], ids)
         outputs = _pad(batch.outputs, max(2, -(-len(batch.outputs) // _PAD) * _PAD), 0)
+        later = self.pipeline is not None and not self.pipeline.first
         return {
+            **({"hidden": self.pipeline.nothing(len(ids))} if later and self.pipeline is not None else {}),
             "token_ids": ids,
             "positions": self._tensor(batch.positions),
             "slot_mapping": self._tensor(batch.slot_mapping),

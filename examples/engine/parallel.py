@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/engine --tensor-parallel     # or --expert-parallel
 
-Every rank runs the same engine, scheduler and prompts, greedily: nothing but the model's own collectives passes between them.
+Every rank runs the same engine, scheduler and prompts, greedily. Beside the model's own
+collectives, one thing passes between them: rows of a prefix hit that the recording rank finds void fail the request on all.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import torch.distributed as dist
 import transformers
 from torch import nn
 from transformers.distributed import DistributedConfig
@@ -22,13 +24,21 @@ class Ranks:
     Attributes:
         rank, world: which of how many ranks this is. Each holds slices of every layer and routes every token.
         expert_parallel: ranks among which the experts of a layer are split, whole ones; 1 if each is cut.
-        group: the process group of these ranks.
+        group: a process group of these ranks, for what the host has to say.
     """
 
     rank: int = 0
     world: int = 1
     expert_parallel: int = 1
     group: Any = None
+
+    def gather(self, mine: Any) -> list[Any]:
+        """What every rank has, in order."""
+        if self.world == 1:
+            return [mine]
+        found: list[Any] = [None] * self.world
+        dist.all_gather_object(found, mine, group=self.group)
+        return found
 
 
 def ranks_of(model: Any) -> Ranks:
@@ -46,7 +56,9 @@ def ranks_of(model: Any) -> Ranks:
     experts = getattr(plan, "ep_size", None) or (world if getattr(plan, "enable_expert_parallel", False) else 1)
     mesh: Any = model._device_mesh
     mesh = mesh["tp"] if mesh.ndim > 1 else mesh
-    return Ranks(mesh.get_local_rank(), world, experts, mesh.get_group())
+    members = dist.get_process_group_ranks(mesh.get_group())
+    group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+    return Ranks(mesh.get_local_rank(), world, experts, group)
 
 
 def load(path: str, world: int, *, expert_parallel: bool = False, **options: Any) -> nn.Module:

@@ -9,5 +9,16 @@ from r3_pass.runtime.plan import plan
 from r3_pass.runtime.saved import SavedRows
 from r3_pass.runtime.sequences import Segment, SegmentBatch
 from r3_pass.runtime.session import Session
+from r3_pass.runtime.stages import StageRows, merge_stages
 
-__all__ = ["IdleSession", "SavedRows", "Segment", "SegmentBatch", "Session", "attach", "plan"]
+__all__ = [
+    "IdleSession",
+    "SavedRows",
+    "Segment",
+    "SegmentBatch",
+    "Session",
+    "StageRows",
+    "attach",
+    "merge_stages",
+    "plan",
+]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -15,8 +15,10 @@ from r3_pass.runtime.engines import ADAPTERS
 from r3_pass.runtime.engines.base import EngineAdapter
 from r3_pass.runtime.idle import IdleSession
 from r3_pass.runtime.inputs import count
+from r3_pass.runtime.memory import Placement
 from r3_pass.runtime.refusals import check_deployment
 from r3_pass.runtime.session import Session
+from r3_pass.runtime.stage_session import DenseStageSession, StageSession, routes
 from r3_pass.structure import Block, inspect, numbered, text_config
 
 
@@ -27,6 +29,7 @@ def attach(
     num_slots: int | None = None,
     max_tokens: int | None = None,
     num_layers: int | None = None,
+    placement: Placement = "device",
 ) -> Session:
     """Connect an engine, or a compiled model whose steps you drive, to the slot buffer.
 
@@ -35,7 +38,7 @@ def attach(
         session = attach(model, backend=backend, num_slots=4096)  # per-layer compilation, a compiled step function
 
     Comes before or after the first compiled call. On a rank whose adapter says that another one records (`Deployment`), an
-    `IdleSession`.
+    `IdleSession`; on a pipeline stage, one whose `finish` and `abort` return parts for `merge_stages`.
 
     Args:
         engine: an engine that an adapter knows, an `EngineAdapter`, a compiled model, or (with `num_slots`) the model itself.
@@ -43,6 +46,8 @@ def attach(
         num_slots: KV slots, for a model whose steps you drive.
         max_tokens: longest slot mapping of a step; `num_slots` by default.
         num_layers: decoder layers, where neither config nor the list of blocks says it.
+        placement: "pinned" lays a GPU's slot buffer into page-locked memory of the host, which the record kernel then writes over
+            the bus: no GPU memory, nothing to charge to the KV budget; large prefills and prefix hits take longer.
 
     Raises:
         UnsupportedEngine: nothing knows such an object.
@@ -59,15 +64,28 @@ def attach(
     for name, given in (("num_slots", num_slots), ("max_tokens", max_tokens), ("num_layers", num_layers)):
         if given is not None:
             count(name, given)
+    if placement not in get_args(Placement):
+        raise ValueError(f"placement is 'device' or 'pinned', got {placement!r}")
     if num_slots is None:
-        return _attach_engine(engine, backend, num_layers)
+        return _attach_engine(engine, backend, num_layers, placement)
     model, found = unwrap(engine)
     chosen = backend if isinstance(backend, Backend) else found
     _refuse_model(model)
-    return Session(model, _device_of(model), num_slots, max_tokens, num_layers, reasons=_reasons(chosen), call=engine)
+    device = _device_of(model)
+    _check_placement(placement, device)
+    return Session(
+        model, device, num_slots, max_tokens, num_layers, reasons=_reasons(chosen), call=engine, placement=placement
+    )
 
 
-def _attach_engine(engine: Any, backend: Backend | str | None, num_layers: int | None) -> Session:
+def _check_placement(placement: Placement, device: torch.device) -> None:
+    if placement == "pinned" and device.type != "cuda":
+        raise RefusedConfiguration(
+            f"placement='pinned' is for a model on a GPU, whose memory it saves; this one is on {device}. Leave it out."
+        )
+
+
+def _attach_engine(engine: Any, backend: Backend | str | None, num_layers: int | None, placement: Placement) -> Session:
     adapter = engine if isinstance(engine, EngineAdapter) else None
     if adapter is None:
         known = next((a for a in ADAPTERS if a.accepts(engine)), None)
@@ -88,7 +106,7 @@ def _attach_engine(engine: Any, backend: Backend | str | None, num_layers: int |
     session: Session | None = None
     try:
         check_deployment(adapter.deployment)
-        session = _session_of(adapter, backend, num_layers)
+        session = _session_of(adapter, backend, num_layers, placement)
         adapter.install(session)
     except BaseException:
         adapter.uninstall()
@@ -98,14 +116,26 @@ def _attach_engine(engine: Any, backend: Backend | str | None, num_layers: int |
     return session
 
 
-def _session_of(adapter: EngineAdapter, backend: Backend | str | None, num_layers: int | None) -> Session:
-    _refuse_model(adapter.model)
+def _session_of(
+    adapter: EngineAdapter, backend: Backend | str | None, num_layers: int | None, placement: Placement
+) -> Session:
+    deployment = adapter.deployment
+    dense_stage = deployment.is_stage and not routes(adapter.model)
+    if not dense_stage:
+        _refuse_model(adapter.model)
     theirs = next((b for b in adapter.backends if isinstance(b, Backend)), None)
     reasons = _reasons(backend if isinstance(backend, Backend) else theirs)
     device = _device_of(adapter.model)
-    if not adapter.deployment.exports:
+    _check_placement(placement, device)
+    if not deployment.exports:
         return IdleSession(adapter.model, device, adapter.num_slots, num_layers, adapter)
-    return Session(adapter.model, device, adapter.num_slots, adapter.max_tokens, num_layers, adapter, reasons)
+    if dense_stage:
+        return DenseStageSession(adapter.model, device, num_layers, adapter)
+    if deployment.is_stage:
+        return StageSession(adapter.model, device, num_layers, adapter, reasons, placement)
+    return Session(
+        adapter.model, device, adapter.num_slots, adapter.max_tokens, num_layers, adapter, reasons, placement=placement
+    )
 
 
 def unwrap(compiled: Any) -> tuple[nn.Module, Backend | None]:

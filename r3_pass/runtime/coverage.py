@@ -14,7 +14,8 @@ Reasons = Callable[[Block], str]
 _ADVICE = (
     "Call the compiled model inside the step, not the model itself, and once. "
     "Run r3_pass.explain(model, ...) for every candidate. A layer whose graph did not run fell back to eager: a graph "
-    "break inside it, a disabled region, Dynamo's recompilation limit (torch._dynamo.config.recompile_limit), or a call "
+    "break inside it (a hook on its gate makes one, such as transformers' for output_router_logits=True where blocks are "
+    "compiled by themselves), a disabled region, Dynamo's recompilation limit (torch._dynamo.config.recompile_limit), or a call "
     "that bypassed the compiled wrapper."
 )
 _NEVER = (

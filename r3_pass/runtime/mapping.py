@@ -16,8 +16,8 @@ from torch import Tensor
 
 from r3_pass.errors import BufferLayoutError
 from r3_pass.passes.ops import HEADER, HEADER_EXPORT, HEADER_ROWS, HEADER_TOKENS
+from r3_pass.pinned import pinned
 from r3_pass.runtime.memory import allocate
-from r3_pass.runtime.pinned import pinned
 
 if TYPE_CHECKING:
     from r3_pass.runtime.export import Staged

@@ -16,7 +16,10 @@ class Deployment:
     """How an engine runs the model, as far as routing depends on it. The default: one process, whose KV stays where it is.
 
     Attributes:
-        pipeline_parallel: ranks among which the decoder layers are split.
+        pipeline_parallel: stages among which the decoder layers are split ...
+        pipeline_rank: ... which of them this is ...
+        stage_layers: ... and which decoder layers it runs. Then `finish` and `abort` return `StageRows`, and the adapter merges
+            those of all stages (`merge_stages`) where a request's output is built.
         context_parallel: ranks among which the tokens of one sequence are split, in prefill or decode.
         tensor_parallel: ranks that hold slices of each layer and route every token alike ...
         tensor_parallel_rank: ... and which of them this is. Only rank 0 records; the sessions of the others are idle.
@@ -33,6 +36,8 @@ class Deployment:
     """
 
     pipeline_parallel: int = 1
+    pipeline_rank: int = 0
+    stage_layers: tuple[int, ...] = ()
     context_parallel: int = 1
     tensor_parallel: int = 1
     tensor_parallel_rank: int = 0
@@ -53,11 +58,24 @@ class Deployment:
             raise ValueError(
                 f"tensor_parallel_rank={self.tensor_parallel_rank} is none of tensor_parallel={self.tensor_parallel} ranks."
             )
+        if not 0 <= self.pipeline_rank < self.pipeline_parallel:
+            raise ValueError(
+                f"pipeline_rank={self.pipeline_rank} is none of pipeline_parallel={self.pipeline_parallel} stages."
+            )
+        if list(self.stage_layers) != sorted(set(self.stage_layers)) or (
+            self.stage_layers and self.stage_layers[0] < 0
+        ):
+            raise ValueError(f"stage_layers are decoder layers, ascending, got {self.stage_layers}.")
 
     @property
     def exports(self) -> bool:
         """Whether this rank records and hands out rows."""
         return self.tensor_parallel_rank == 0
+
+    @property
+    def is_stage(self) -> bool:
+        """Whether it hands out the rows of some layers only."""
+        return self.pipeline_parallel > 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,10 +100,11 @@ class Refusal:
 REFUSALS = (
     Refusal(
         "pipeline parallel",
-        "each rank has only its own layers of a row",
-        "Run with pipeline_parallel=1; tensor parallelism does not split the layers.",
-        lambda d: d.pipeline_parallel != 1,
-        lambda d: f"pipeline_parallel={d.pipeline_parallel}",
+        "each stage has only its own layers of a row",
+        "Run with pipeline_parallel=1, or let the adapter of each stage say which layers it runs (pipeline_rank, stage_layers) and "
+        "merge the stages' rows with r3_pass.runtime.merge_stages where a request's output is built.",
+        lambda d: d.is_stage and not d.stage_layers,
+        lambda d: f"pipeline_parallel={d.pipeline_parallel}, stage_layers=()",
     ),
     Refusal(
         "context parallel",

@@ -27,6 +27,7 @@ from r3_pass.runtime.delivery import Delivery
 from r3_pass.runtime.engines.base import NO_PROBE, EngineAdapter
 from r3_pass.runtime.inputs import batch_of, count, distinct, first_position, token_count
 from r3_pass.runtime.inputs import length as length_of
+from r3_pass.runtime.memory import Placement
 from r3_pass.runtime.refusals import Deployment
 from r3_pass.runtime.saved import SavedRows, restore, save
 from r3_pass.runtime.self_test import SelfTest, compare, probe, tokens_of
@@ -58,6 +59,7 @@ class Session:
         adapter: EngineAdapter | None = None,
         reasons: Reasons | None = None,
         call: Any = None,
+        placement: Placement = "device",
     ) -> None:
         if num_slots is not None:
             num_slots, max_tokens = (
@@ -72,7 +74,9 @@ class Session:
         self._adapter = adapter
         self._call = call
         self._delivery = Delivery(device)
-        self._store = SlotStore(model, device, num_layers, lambda g: self._delivery.laid_out(g, self.version))
+        self._store = SlotStore(
+            model, device, num_layers, lambda g: self._delivery.laid_out(g, self.version), placement
+        )
         self._binding = self._store.binding
         self._delivery.named = self._binding.named
         self._steps = Steps(self._lock, device, self._store, self._delivery, reasons)
@@ -105,9 +109,10 @@ class Session:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory that rows take now: those of running requests, and the page-locked blocks that copies arrive in."""
+        """Host memory that rows take now: those of running requests, the page-locked blocks that copies arrive in, and the slot
+        buffer with `placement="pinned"`."""
         with self._lock:
-            return self._delivery.host_bytes
+            return self._delivery.host_bytes + self._store.host_bytes
 
     def describe(self) -> Description:
         """What the rows mean and whose they are, for whoever trains on them; `print` it, or send its `to_json()` along.

@@ -13,8 +13,8 @@ import numpy.typing as npt
 import torch
 
 from r3_pass.errors import BufferLayoutError
-from r3_pass.runtime.memory import allocate
-from r3_pass.runtime.pinned import pinned
+from r3_pass.pinned import pinned
+from r3_pass.runtime.memory import Placement, allocate, allocate_pinned
 
 # Of an id that nothing was routed to, and of every id of a void row.
 VOID = -1
@@ -108,15 +108,19 @@ class SlotBuffer:
     can raise without waiting) outside the buffer, belongs to no row: reading it gives -1, writing it changes the spare
     row only.
 
-    Raises: RefusedConfiguration, when made, if the device has no room for it.
+    Args:
+        placement: "pinned" for page-locked memory of the host, which the device reads and writes itself.
+
+    Raises: RefusedConfiguration, when made, if there is no room for it.
     Raises, in all methods: ValueError if slots on the host lie outside -1 .. S - 1, or are not a vector of integers.
     """
 
-    def __init__(self, geometry: Geometry, device: torch.device | str) -> None:
+    def __init__(self, geometry: Geometry, device: torch.device | str, placement: Placement = "device") -> None:
         self.geometry = geometry
         shape = (geometry.num_slots + 1, *geometry.row_shape)
         what = f"the slot buffer ({geometry.num_slots} slots of {geometry.bytes_per_slot} bytes and a spare row)"
-        self.data = allocate(shape, torch.int16, torch.device(device), what)
+        make = allocate if placement == "device" else allocate_pinned
+        self.data = make(shape, torch.int16, torch.device(device), what)
 
     @property
     def device(self) -> torch.device:

@@ -14,6 +14,7 @@ from r3_pass.binding import Binding
 from r3_pass.errors import BufferLayoutError, RefusedConfiguration
 from r3_pass.passes.ops import ERROR_DUPLICATE, STATE_CALLS, STATE_ERRORS
 from r3_pass.runtime.mapping import SlotMapping
+from r3_pass.runtime.memory import Placement
 from r3_pass.runtime.slots import Geometry, SlotBuffer
 
 
@@ -25,7 +26,12 @@ class SlotStore:
     """
 
     def __init__(
-        self, model: nn.Module, device: torch.device, num_layers: int | None, laid_out: Callable[[Geometry], None]
+        self,
+        model: nn.Module,
+        device: torch.device,
+        num_layers: int | None,
+        laid_out: Callable[[Geometry], None],
+        placement: Placement = "device",
     ) -> None:
         """Args: laid_out: told of every new layout."""
         self.buffer: SlotBuffer | None = None
@@ -36,6 +42,7 @@ class SlotStore:
         self._device = device
         self._num_layers = num_layers
         self._laid_out = laid_out
+        self._placement = placement
         # What CUDA graphs of a released buffer still read: it tells them to write nothing.
         self._retired: list[tuple[object, ...]] = []
 
@@ -92,6 +99,11 @@ class SlotStore:
         layers = self.binding.layers
         return Geometry(1, self.count_layers(layers), layers, self.binding.top_k)
 
+    @property
+    def host_bytes(self) -> int:
+        """Of a buffer that lies on the host beside a GPU."""
+        return self.buffer.data.nbytes if self.buffer is not None and self._placement == "pinned" else 0
+
     def count_layers(self, layers: tuple[int, ...]) -> int:
         """L, of a model whose stored layers are these."""
         if self._num_layers is not None:
@@ -113,7 +125,7 @@ class SlotStore:
                 f"step for {len(binding.layers)} layers and top-k {binding.top_k}. Compile all of the model before its first step."
             )
         geometry = Geometry(self.num_slots, self.count_layers(layers), layers, top_k)
-        fresh = SlotBuffer(geometry, self._device)
+        fresh = SlotBuffer(geometry, self._device, self._placement)
         with torch.inference_mode(False):
             state = torch.zeros(STATE_CALLS + len(layers), dtype=torch.int32, device=self._device)
         calls = [0] * len(layers)

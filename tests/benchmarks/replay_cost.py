@@ -5,7 +5,8 @@
 Layers of the geometry of Qwen3-30B-A3B (hidden 2048, 128 experts, top 8) in bfloat16 with random weights; forward, backward,
 optimizer. Milliseconds of a whole step from an idle GPU to an idle GPU, checks and upload of the routes included; off and on
 alternate, and a figure is the median. `off` is live routing in the same function; `on, host` gets int16 numpy rows as a rollout
-hands them out, `on, GPU` a tensor that is there already. The routes are the model's own choice, so that all three do the same work.
+hands them out, `on, GPU` a tensor that is there already. The time to enter is until the model may be called: the routes are queued
+then, and looked at in the forward. The routes are the model's own choice, so that all three do the same work.
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ def main() -> None:
         optimizer.zero_grad(set_to_none=True)
 
     times: dict[str, list[float]] = {variant: [] for variant in routes}
+    enter: dict[str, list[float]] = {variant: [] for variant in routes if variant != "off"}
     for _ in range(given.steps + 3):
         for variant, chosen in routes.items():
             torch.cuda.synchronize()
@@ -83,10 +85,12 @@ def main() -> None:
                 update()
             else:
                 with backend.replay(chosen):
+                    enter[variant].append((time.perf_counter() - start) * 1e3)
                     update()
             torch.cuda.synchronize()
             times[variant].append((time.perf_counter() - start) * 1e3)
     level = {variant: statistics.median(seen[3:]) for variant, seen in times.items()}
+    entered = {variant: statistics.median(seen[3:]) for variant, seen in enter.items()}
     added = {variant: 100 * (level[variant] / level["off"] - 1) for variant in level if variant != "off"}
     spread = max(times["off"][3:]) - min(times["off"][3:])
     machine = {
@@ -95,12 +99,15 @@ def main() -> None:
         "layers": given.layers, "tokens": given.tokens, "spread of off, ms": spread,
     }  # fmt: skip
     print(json.dumps(machine))
-    print("\n| | a step, ms | added, % |\n|---|---|---|")
+    print("\n| | a step, ms | added, % | of it on the host, to enter, ms |\n|---|---|---|---|")
     for variant, value in level.items():
-        print(f"| {variant} | {value:.2f} | {added.get(variant, 0.0):+.2f} |")
+        print(f"| {variant} | {value:.2f} | {added.get(variant, 0.0):+.2f} | {entered.get(variant, 0.0):.3f} |")
     if given.out:
         given.out.write_text(
-            json.dumps({"machine": machine, "ms": level, "percent": added, "all": times}, indent=2) + "\n"
+            json.dumps(
+                {"machine": machine, "ms": level, "percent": added, "enter, ms": entered, "all": times}, indent=2
+            )
+            + "\n"
         )
     if max(added.values()) > given.limit:
         raise SystemExit(f"replay costs more than {given.limit} %")

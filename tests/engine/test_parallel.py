@@ -26,6 +26,12 @@ GPUS = [pytest.mark.cuda, pytest.mark.skipif(torch.cuda.device_count() < 2, reas
 CASES = ("prefix hit", "concurrent", "chunked prefill", "1 draft", "3 drafts")
 SPLITS = {"tensor parallel": CASES, "expert parallel": CASES[:3]}
 
+
+def marks(split: str, device: str) -> list[Any]:
+    """CI has the first on a CPU; what a rank of the second gets of a choice, tests/registry/test_partition.py asks of graphs."""
+    return GPUS if device == "cuda" else [pytest.mark.slow] if split != "tensor parallel" else []
+
+
 Served = tuple[list[int], Any, Any, str]
 
 
@@ -61,6 +67,9 @@ def serve(path: str, split: str, device: str) -> dict[str, Any]:
         seen["concurrent"] = engine.generate(prompts(12, 9, seed=2), max_tokens=24)
         seen["chunked prefill"] = engine.generate([long], max_tokens=4)
         seen["chunked prefill"] += engine.generate([long, [*long[:40], 1, 2]], max_tokens=8)
+    engine.blocks.forget_prefixes = lambda: None  # type: ignore[method-assign]
+    engine.update_weights(dict(model.state_dict()), 1)
+    seen["stale"] = [_plain(result) for result in engine.generate([long, short[:5]], max_tokens=4)]
     seen |= {"calls": calls[0], "hits": engine.scheduler.num_hits, "preempted": engine.scheduler.num_preempted}
     session.check_integrity()
     session.detach()
@@ -97,7 +106,7 @@ def _plain(result: Result) -> Served:
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param((split, device), id=f"{split}-{device}", marks=GPUS if device == "cuda" else [])
+        pytest.param((split, device), id=f"{split}-{device}", marks=marks(split, device))
         for device in ("cpu", "cuda")
         for split in SPLITS
     ],
@@ -131,6 +140,15 @@ def test_the_first_rank_alone_records(served: Any) -> None:
     assert (first["calls"] > 20 or first["device"] == "cuda") and second["calls"] == 0
     for case in SPLITS[split]:
         assert all(rows is None and error is None for _, rows, error, _ in second[case])
+
+
+def test_what_the_first_rank_finds_void_fails_on_both(served: Any) -> None:
+    """Or they would part ways. On a GPU it is found by `finish`, when nothing is scheduled any more."""
+    (first, second), truth, _ = served
+    for seen in (first, second)[: 1 if first["device"] == "cuda" else 2]:
+        assert "StaleRoutes" in seen["stale"][0][2] and seen["stale"][1][2] is None
+    tokens, rows, *_ = first["stale"][1]
+    assert np.array_equal(rows, truth.rows(tuple(tokens))[:-1]) and second["stale"][1][0] == tokens
 
 
 def test_ranks_are_compared_at_start_up(served: Any) -> None:

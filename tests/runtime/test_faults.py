@@ -16,8 +16,8 @@ from torch import Tensor
 
 from r3_pass import BufferLayoutError, MissingRoutes, R3Error, RefusedConfiguration, StaleRoutes
 from r3_pass.passes.ops import ERROR_DUPLICATE, STATE_ERRORS
+from r3_pass.pinned import pinned
 from r3_pass.runtime import memory, rows
-from r3_pass.runtime.pinned import pinned
 
 
 @pytest.fixture

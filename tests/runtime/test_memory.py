@@ -179,3 +179,12 @@ def test_a_hit_of_100k_tokens_is_gathered_in_small_pieces() -> None:
     host_slots = slots.nbytes  # one copy of them, on the host
     assert max(watch.largest, host_slots) <= exporter.chunk_bytes
     assert 3 * exporter.chunk_bytes <= 16 * 2**20, "two under way and one being gathered"
+
+
+def test_a_pinned_buffer_is_for_gpus() -> None:
+    compiled = torch.compile(decoder(), backend=r3_pass.backend("eager"))
+    with pytest.raises(RefusedConfiguration, match=r"for a model on a GPU.*on cpu"):
+        r3_pass.runtime.attach(compiled, num_slots=8, placement="pinned")
+    with pytest.raises(ValueError, match="'device' or 'pinned', got 'host'"):
+        r3_pass.runtime.attach(compiled, num_slots=8, placement="host")  # type: ignore[arg-type]
+    r3_pass.runtime.attach(compiled, num_slots=8).detach()

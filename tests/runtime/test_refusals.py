@@ -5,47 +5,17 @@ from __future__ import annotations
 import dataclasses
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 from decoder import decoder
-from torch import nn
+from stated import Engine
 
 import r3_pass
 from r3_pass import RefusedConfiguration
-from r3_pass.runtime.engines import Deployment, EngineAdapter
+from r3_pass.runtime.engines import Deployment
 from r3_pass.runtime.refusals import REFUSALS, check_deployment
 
 README = Path(__file__).parent.parent.parent / "README.md"
-
-
-class Engine(EngineAdapter):
-    """An engine that is nothing but its deployment."""
-
-    num_slots = max_tokens = 8
-    installed = False
-
-    def __init__(self, model: nn.Module, deployment: Deployment) -> None:
-        super().__init__()
-        self._model, self._deployment = model, deployment
-
-    @classmethod
-    def accepts(cls, engine: object) -> bool:
-        return False
-
-    @property
-    def model(self) -> nn.Module:
-        return self._model
-
-    @property
-    def deployment(self) -> Deployment:
-        return self._deployment
-
-    def install(self, session: Any) -> None:
-        self.installed = True
-
-    def uninstall(self) -> None:
-        self.installed = False
 
 
 REFUSED = {

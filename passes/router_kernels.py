@@ -1,0 +1,168 @@
+"""The Triton form of `r3_pass::route`: a token's experts chosen in registers, K rounds of "the best of what is left".
+
+Scores are compared as integers that order as the floats do, with NaN on top: an integer maximum over a warp is one instruction, and
+what was taken drops below everything. Experts lie in a row of G x (E/G) padded to powers of two, so that groups are a reshape.
+Half-precision logits leave room for the expert's number in the low bits of the same integer, and one maximum finds both.
+
+Legend: T tokens, E experts, K top-k, G groups of E/G experts each.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from r3_pass.registry.routing import Routing
+
+_TAKEN = tl.constexpr(-(2**31))
+_NAN = tl.constexpr(2**31 - 1)
+_LOW = tl.constexpr(2**13 - 1)  # the bits of a float32 that no half-precision number uses
+_LOG2E = tl.constexpr(1.4426950408889634)
+_LOG2E_REST = tl.constexpr(1.925963033500e-08)  # of the rounding of log2(e) to float32
+_LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _exp(x):  # type: ignore[no-untyped-def]
+    """exp with the rounding error of x * log2(e) put back: that error grows with |x|, the rest does not."""
+    product = x * _LOG2E
+    rest = tl.fma(x, _LOG2E, -product) + x * _LOG2E_REST
+    power = tl.exp2(product)
+    finite = tl.abs(product) < 256.0
+    return tl.where(finite, tl.fma(power, rest * _LN2, power), power)
+
+
+@triton.jit
+def _sigmoid(x):  # type: ignore[no-untyped-def]
+    return tl.div_rn(1.0, 1.0 + _exp(-x))
+
+
+@triton.jit
+def _ordered(x):  # type: ignore[no-untyped-def]
+    """int32 that order as the floats do."""
+    bits = x.to(tl.int32, bitcast=True)
+    return tl.where(x != x, _NAN, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+
+
+@triton.jit
+def _float(key):  # type: ignore[no-untyped-def]
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _kept(  # type: ignore[no-untyped-def]
+    key, BLOCK: tl.constexpr, G: tl.constexpr, G_BLOCK: tl.constexpr, M_BLOCK: tl.constexpr, BEST: tl.constexpr, KEPT: tl.constexpr,
+):  # fmt: skip
+    """Which of the columns belong to one of the KEPT best groups; [BLOCK, G_BLOCK * M_BLOCK]."""
+    grouped = tl.reshape(key, (BLOCK, G_BLOCK, M_BLOCK))
+    first = tl.max(grouped, 2)
+    score = _float(first)
+    if BEST == 2:
+        equal = tl.sum((grouped == first[:, :, None]).to(tl.int32), 2)
+        below = tl.max(tl.where(grouped < first[:, :, None], grouped, _TAKEN), 2)
+        score += _float(tl.where(equal > 1, first, below))
+    number = tl.arange(0, G_BLOCK)[None, :]
+    group_key = tl.where(number < G, _ordered(score), _TAKEN)
+    better = tl.zeros_like(group_key)
+    for other in tl.static_range(G):
+        theirs = tl.max(tl.where(number == other, group_key, _TAKEN), 1)[:, None]
+        better += ((theirs > group_key) | ((theirs == group_key) & (other < number))).to(tl.int32)
+    kept = ((better < KEPT) & (number < G)).to(tl.int32)
+    return tl.reshape(tl.broadcast_to(kept[:, :, None], (BLOCK, G_BLOCK, M_BLOCK)), (BLOCK, G_BLOCK * M_BLOCK)) > 0
+
+
+@triton.jit
+def route_kernel(  # type: ignore[no-untyped-def]
+    logits, bias, weights, ids, tokens, stride, fill, normalise, scale,
+    E: tl.constexpr, K: tl.constexpr, K_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+    SCORES: tl.constexpr, BIASED: tl.constexpr, PACKED: tl.constexpr,
+    G: tl.constexpr, G_BLOCK: tl.constexpr, M_BLOCK: tl.constexpr, BEST: tl.constexpr, KEPT: tl.constexpr,
+    WEIGHTS: tl.constexpr, NORMALISED: tl.constexpr,
+):  # fmt: skip
+    """One program chooses for BLOCK tokens. Strides in elements; PACKED: half-precision logits are what is compared."""
+    M: tl.constexpr = E // G
+    P: tl.constexpr = G_BLOCK * M_BLOCK
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = token < tokens
+    row = token.to(tl.int64)[:, None] * stride
+    place = tl.arange(0, P)
+    expert = (place // M_BLOCK) * M + place % M_BLOCK
+    real = ((place % M_BLOCK < M) & (place // M_BLOCK < G))[None, :]
+    value = tl.load(logits + row + expert[None, :], mask=inside[:, None] & real, other=float("-inf")).to(tl.float32)
+    plain: tl.constexpr = SCORES == "logits" or (SCORES == "softmax" and not BIASED and G == 1)
+    whole: tl.constexpr = SCORES == "softmax" and (not plain or WEIGHTS == "scores")
+    top = tl.max(value, 1)
+    total = top
+    score = value
+    if whole:
+        part = tl.where(real, _exp(value - top[:, None]), 0.0)
+        total = tl.sum(part, 1)
+        if not plain:
+            score = tl.div_rn(part, total[:, None] + tl.zeros_like(part))
+    if SCORES == "sigmoid":
+        score = _sigmoid(value)
+    if BIASED:
+        score += tl.load(bias + expert[None, :], mask=real, other=0.0).to(tl.float32)
+    key = tl.where(real, _ordered(score), _TAKEN)
+    if G > 1:
+        dropped = tl.where(real, _ordered(fill + tl.zeros_like(score)), _TAKEN)
+        key = tl.where(_kept(key, BLOCK, G, G_BLOCK, M_BLOCK, BEST, KEPT), key, dropped)
+    if PACKED:
+        key = tl.where(real, (key & ~_LOW) | (_LOW - place[None, :]), _TAKEN)
+    column = tl.arange(0, K_BLOCK)[None, :]
+    chosen = tl.zeros([BLOCK, K_BLOCK], tl.int32)
+    for turn in tl.static_range(K):
+        best = tl.max(key, 1)
+        if PACKED:
+            first = _LOW - (best & _LOW)
+            key = tl.where(key == best[:, None], _TAKEN, key)
+        else:
+            first = tl.min(tl.where(key == best[:, None], place[None, :], P), 1)
+            key = tl.where(place[None, :] == first[:, None], _TAKEN, key)
+        chosen = tl.where(column == turn, first[:, None], chosen)
+    if G > 1:
+        chosen = (chosen // M_BLOCK) * M + chosen % M_BLOCK
+    shown = inside[:, None] & (column < K)
+    target = token.to(tl.int64)[:, None] * K + column
+    tl.store(ids + target, chosen.to(tl.int64), mask=shown)
+    value = tl.load(logits + row + chosen, mask=shown, other=float("-inf")).to(tl.float32)
+    weight = value
+    if WEIGHTS == "softmax":
+        part = tl.where(column < K, _exp(value - tl.max(value, 1)[:, None]), 0.0)
+        weight = tl.div_rn(part, tl.sum(part, 1)[:, None] + tl.zeros_like(part))
+    elif WEIGHTS == "sigmoid" or SCORES == "sigmoid":
+        weight = _sigmoid(value)
+    elif SCORES == "softmax":
+        weight = tl.div_rn(_exp(value - top[:, None]), total[:, None] + tl.zeros_like(value))
+    if NORMALISED:
+        weight = tl.where(column < K, weight, 0.0)
+        weight = tl.div_rn(weight, (tl.sum(weight, 1) + normalise)[:, None] + tl.zeros_like(weight))
+    tl.store(weights + target, (weight * scale).to(weights.dtype.element_ty), mask=shown)
+
+
+def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
+    """See `router.route_reference`, which this equals but for rounding."""
+    experts, top_k, groups = logits.shape[-1], routing.top_k, routing.groups
+    shape = (*logits.shape[:-1], top_k)
+    weights = torch.empty(shape, dtype=routing.dtype, device=logits.device)
+    ids = torch.empty(shape, dtype=torch.int64, device=logits.device)
+    rows = logits.reshape(-1, experts)
+    if rows.stride(1) != 1:
+        rows = rows.contiguous()
+    tokens = rows.shape[0]
+    if tokens == 0:
+        return weights, ids
+    plain = routing.scores == "logits" or (routing.scores == "softmax" and bias is None and groups == 1)
+    block = 1 if tokens <= 1024 else 4
+    route_kernel[(triton.cdiv(tokens, block),)](
+        rows, rows if bias is None else bias, weights, ids, tokens, rows.stride(0),
+        float("-inf") if routing.fill is None else routing.fill, routing.normalise or 0.0, routing.scale,
+        E=experts, K=top_k, K_BLOCK=triton.next_power_of_2(top_k), BLOCK=block,
+        SCORES=routing.scores, BIASED=bias is not None, PACKED=plain and groups == 1 and logits.dtype != torch.float32,
+        G=groups, G_BLOCK=triton.next_power_of_2(groups), M_BLOCK=triton.next_power_of_2(experts // groups),
+        BEST=routing.best, KEPT=routing.kept, WEIGHTS=routing.weights, NORMALISED=routing.normalise is not None,
+        num_warps=block,
+    )  # fmt: skip
+    return weights, ids
