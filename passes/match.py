@@ -163,6 +163,9 @@ def _decide(flow: DataFlow, form: RoutingForm, selection: Selection, broken: boo
     if moved is not None:
         why = f"{spelling(moved)} ({moved.name}) moves tokens between the graph's inputs and the router"
         return trace, _reject(node, why + ": rows would be in another order than the slot mapping", True, gate)
+    if proved and hasattr(value(recorded), "_local_tensor"):
+        why = "its ids are a DTensor, of which a rank may hold some rows only. Choose among plain scores (scores.full_tensor())"
+        return trace, _reject(node, why, True, gate)
     if folded := _folded(dispatch, held):
         return trace, _reject(node, f"its choices do not number the experts: {folded}", True, gate)
     if altered := _altered(dispatch, used, held):

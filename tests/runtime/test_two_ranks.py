@@ -1,4 +1,7 @@
-"""Data-parallel ranks: each exports its own requests, also where its MoE layers see the tokens of the other."""
+"""Models on two ranks. Data parallel: each exports its own requests, also where its MoE layers see the tokens of the other.
+
+DTensors: weights and scores of a router may be some; ids may not.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,11 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from decoder import Decoder, Moe, decoder, prompt, truth
+from decoder import D, Decoder, Moe, decoder, prompt, truth
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_gather_tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import r3_pass
 from r3_pass import BufferLayoutError, RefusedConfiguration
@@ -95,22 +100,60 @@ def gathered() -> tuple[str, Any, Any, str]:
     return name, rows, expected, error
 
 
-def both() -> tuple[Any, Any]:
-    return replica(), gathered()
+class DistributedMoe(Moe):
+    """A router whose scores are a DTensor, made whole before or after the selection."""
+
+    chooses_whole = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, D)
+        everywhere = DTensor.from_local(flat, self.gate.weight.device_mesh, [Replicate()], run_check=False)  # type: ignore[union-attr]
+        scores: Any = self.gate(everywhere)
+        probs = (scores.full_tensor() if self.chooses_whole else scores).softmax(-1)
+        weights, ids = torch.topk(probs, self.top_k, dim=-1)
+        if not self.chooses_whole:
+            weights, ids = weights.full_tensor(), ids.full_tensor()
+        hidden = torch.relu(torch.einsum("td,tkfd->tkf", flat, self.up[ids]))
+        return torch.einsum("tkf,tkdf,tk->td", hidden, self.down[ids], weights).view(x.shape)
+
+
+def distributed(placement: Any, chooses_whole: bool) -> tuple[Any, Any]:
+    """Rows or the refusal, and the rows of a plain decoder."""
+    ids = prompt(6)
+    expected = truth(decoder(), ids)
+    model = decoder(config={"num_experts_per_tok": 2}, moe=lambda k: DistributedMoe(top_k=k))
+    mesh = init_device_mesh("cpu", (ranks.WORLD,))
+    for module in model.modules():
+        if isinstance(module, DistributedMoe):
+            module.chooses_whole = chooses_whole
+            weight = distribute_tensor(module.gate.weight, mesh, [placement])
+            module.gate.weight = nn.Parameter(weight, requires_grad=False)
+    compiled = torch.compile(model, backend=r3_pass.backend("eager"))
+    session = r3_pass.runtime.attach(compiled, num_slots=SLOTS)
+    try:
+        with session.step(range(6)):
+            compiled(ids)
+        return session.read(range(6)), expected
+    except RefusedConfiguration as error:
+        return str(error), expected
+
+
+def everything() -> Any:
+    return replica(), gathered(), distributed(Shard(0), True), distributed(Replicate(), False)
 
 
 @pytest.fixture(scope="module")
 def seen() -> list[Any]:
-    return ranks.run(both)
+    return ranks.run(everything)
 
 
 def test_replicas_export_their_own_requests(seen: list[Any]) -> None:
-    for rank, ((name, rows, expected), _) in enumerate(seen):
+    for rank, ((name, rows, expected), *_) in enumerate(seen):
         assert name == f"of rank {rank}" and len(rows) == 5 + rank and np.array_equal(rows, expected)
 
 
 def test_gathered_tokens_that_an_adapter_maps(seen: list[Any]) -> None:
-    for rank, (_, (name, rows, expected, _)) in enumerate(seen):
+    for rank, (_, (name, rows, expected, _), *_) in enumerate(seen):
         assert name == f"of rank {rank}" and len(rows) == 5 + rank and np.array_equal(rows, expected)
 
 
@@ -118,5 +161,15 @@ def test_gathered_tokens_that_nobody_maps(seen: list[Any]) -> None:
     """Refused before a forward where the engine says so; where it does not, tokens and slots do not match."""
     with pytest.raises(RefusedConfiguration, match=r"data-parallel attention with gathered tokens.*-1 for the others"):
         check_deployment(Deployment(gathered_tokens=True))
-    for rank, (_, (*_, error)) in enumerate(seen):
+    for rank, (_, (*_, error), *_) in enumerate(seen):
         assert f"the forward ran over 12 tokens, the step's slot mapping has {5 + rank} entries" in error
+
+
+def test_a_router_weight_that_is_split_among_ranks(seen: list[Any]) -> None:
+    for _, _, (rows, expected), _ in seen:
+        assert np.array_equal(rows, expected)
+
+
+def test_ids_that_are_a_dtensor(seen: list[Any]) -> None:
+    for *_, (error, _) in seen:
+        assert "layers.1.mlp: its ids are a DTensor" in error and "Choose among plain scores" in error
