@@ -27,6 +27,7 @@ from r3_pass.registry.dispatch import Dispatch, follow_ids
 from r3_pass.registry.form import RoutingForm, Selection
 from r3_pass.registry.forms import forms
 from r3_pass.registry.order import reordering
+from r3_pass.registry.partition import partition
 from r3_pass.registry.scores import Root, Trace, index_mapping, trace_scores
 
 Decision = Accepted | Rejected
@@ -136,8 +137,13 @@ def _decide(flow: DataFlow, form: RoutingForm, selection: Selection, broken: boo
         return trace, _reject(
             node, f"it runs over {experts} values, the linear behind it has {trace.roots[0].width} outputs", gate=gate
         )
-    dispatch = follow_ids(flow, selection.ids, trace.roots, experts, _k_dim(selection))
-    recorded = _recorded(flow, selection, dispatch)
+    split = partition(flow, selection.ids, trace.roots, experts, _k_dim(selection))
+    if split is not None:
+        dispatch, recorded, used, held = split.dispatch, split.ids, split.local, split.count
+    else:
+        dispatch = follow_ids(flow, selection.ids, trace.roots, experts, _k_dim(selection))
+        recorded = _recorded(flow, selection, dispatch)
+        used, held = recorded, int(experts)
     proved = dispatch.proved
     if not proved and not (broken and dispatch.escapes):
         return trace, _reject(
@@ -157,9 +163,12 @@ def _decide(flow: DataFlow, form: RoutingForm, selection: Selection, broken: boo
     if moved is not None:
         why = f"{spelling(moved)} ({moved.name}) moves tokens between the graph's inputs and the router"
         return trace, _reject(node, why + ": rows would be in another order than the slot mapping", True, gate)
-    if folded := _folded(dispatch, int(experts)):
+    if proved and hasattr(value(recorded), "_local_tensor"):
+        why = "its ids are a DTensor, of which a rank may hold some rows only. Choose among plain scores (scores.full_tensor())"
+        return trace, _reject(node, why, True, gate)
+    if folded := _folded(dispatch, held):
         return trace, _reject(node, f"its choices do not number the experts: {folded}", True, gate)
-    if altered := _altered(dispatch, recorded, int(experts)):
+    if altered := _altered(dispatch, used, held):
         return trace, _reject(node, f"the ids that reach experts are not those that it chose: {altered}", True, gate)
     id_dim, top_k = _columns_of(selection, recorded)
     if top_k is None or (selection.needs_slice and recorded in selection.ids):
@@ -185,7 +194,7 @@ def _decide(flow: DataFlow, form: RoutingForm, selection: Selection, broken: boo
         roots=tuple(root.node for root in trace.roots),
         fixed=form.fixed,
         no_replay=form.no_replay,
-        named=dispatch.named(int(experts)) if proved else int(experts),
+        named=dispatch.named(int(experts)) if proved and split is None else int(experts),
     )
     return trace, site
 

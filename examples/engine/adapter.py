@@ -21,7 +21,8 @@ Nothing in the engine knows of it. The methods that it wraps are where any engin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -29,10 +30,11 @@ import numpy.typing as npt
 from torch import Tensor, nn
 
 from engine.engine import Engine
-from engine.model_runner import Batch
+from engine.model_runner import Batch, ModelRunner
 from engine.pipeline import Pipeline
+from engine.scheduler import Chunk
 from engine.sequence import Result, Sequence
-from r3_pass import MissingRoutes, StaleRoutes
+from r3_pass import MissingRoutes, RefusedConfiguration, StaleRoutes
 from r3_pass.runtime import SegmentBatch, merge_stages
 from r3_pass.runtime.engines import Deployment, EngineAdapter
 
@@ -69,10 +71,40 @@ class ReferenceAdapter(EngineAdapter):
 
     @property
     def deployment(self) -> Deployment:
-        stage = self.pipeline
-        if stage is None:
-            return Deployment()
-        return Deployment(pipeline_parallel=stage.size, pipeline_rank=stage.rank, stage_layers=stage.layers)
+        """Of tensor-parallel ranks the first records. transformers keeps routers whole on each, so ids number all experts."""
+        stage, ranks = self.pipeline, self.engine.ranks
+        if stage is not None:
+            return Deployment(pipeline_parallel=stage.size, pipeline_rank=stage.rank, stage_layers=stage.layers)
+        return Deployment(
+            tensor_parallel=ranks.world,
+            tensor_parallel_rank=ranks.rank,
+            expert_parallel=ranks.expert_parallel,
+            global_expert_ids=True,
+        )
+
+    @property
+    def group(self) -> Any:
+        return self.engine.ranks.group
+
+    @contextlib.contextmanager
+    def probe(self) -> Iterator[tuple[npt.NDArray[np.int64], Callable[[], Tensor]]]:
+        """A prompt of nobody, in blocks that are given back."""
+        engine, runner = self.engine, self.engine.runner
+        count = min(32, engine.max_batch_tokens, self.num_slots) // 8 * 8  # a multiple, so that nothing is padded
+        if self.pipeline is not None:
+            raise RefusedConfiguration(
+                "self_test: a stage has some of the layers only. Test the whole model on one process."
+            )
+        if engine.requests or not count:
+            raise RefusedConfiguration("self_test takes eight slots and more, before the first request.")
+        tokens = np.arange(count) * 7 % runner.vocab_size
+        seq = Sequence("self-test", tokens.tolist(), count, 1)
+        engine.blocks.grow(seq, engine.blocks.missing(seq, count))
+        batch = runner.batch([Chunk(seq, 0, count, 1)], [tokens])
+        try:
+            yield batch.slot_mapping, lambda: ModelRunner.run(runner, batch)  # not the instance's, which opens a step
+        finally:
+            engine.blocks.release(seq)
 
     def install(self, session: Any) -> None:
         self.session = session
@@ -119,12 +151,16 @@ class ReferenceAdapter(EngineAdapter):
             self.session.prefix_hit(seq.request_id, 0, self._slots(seq.block_table)[: seq.num_computed])
         except (StaleRoutes, MissingRoutes) as error:
             failure = error
-        if self.pipeline is not None and seq.num_computed:
-            failure = _first(self.pipeline.gather(failure))
+        if seq.num_computed:
+            failure = _first(self._gather(failure))
         if failure is not None:
             self.engine.fail(seq, failure)
         else:
             admit(seq)
+
+    def _gather(self, mine: Any) -> list[Any]:
+        """What each process has that serves with this one: what one alone finds out would part their ways."""
+        return (self.pipeline or self.engine.ranks).gather(mine)
 
     def _preempt(self, preempt: Callable[[Sequence], None], seq: Sequence) -> None:
         self.session.preempt(seq.request_id, seq.num_tokens)
@@ -187,5 +223,5 @@ class ReferenceAdapter(EngineAdapter):
 
 
 def _first(failures: Iterable[Exception | None]) -> Exception | None:
-    """What one stage found is so for all."""
+    """What one process found is so for all."""
     return next((failure for failure in failures if failure is not None), None)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from engine.block_manager import BlockManager
 from engine.drafter import Drafter
 from engine.model_runner import Batch, ModelRunner
+from engine.parallel import ranks_of
 from engine.pipeline import Pipeline
 from engine.scheduler import Scheduler
 from engine.sequence import Result
@@ -47,6 +48,7 @@ class Engine:
         pipeline: the stage of this process; every process makes the same calls.
 
     Attributes:
+        ranks: how the model is split. Each rank has an engine, all of them with the same requests, greedy.
         requests: those that wait or run, by id.
         num_accepted, num_rejected: of the drafts that were verified.
 
@@ -71,6 +73,9 @@ class Engine:
             raise ValueError("num_blocks, block_size, max_batch_tokens, max_num_seqs and num_drafts are 1 at least.")
         if max_batch_tokens <= drafts:
             raise ValueError(f"max_batch_tokens={max_batch_tokens} has no room for a token and {drafts} drafts.")
+        self.ranks = ranks_of(model)
+        if pipeline is not None and self.ranks.world > 1:
+            raise ValueError("a tensor-parallel model is split already: no pipeline.")
         self.max_batch_tokens = max_batch_tokens
         self.max_num_seqs = max_num_seqs
         self.blocks = BlockManager(num_blocks, block_size)

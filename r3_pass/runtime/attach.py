@@ -128,9 +128,9 @@ def _session_of(
     device = _device_of(adapter.model)
     _check_placement(placement, device)
     if not deployment.exports:
-        return IdleSession(adapter.model, adapter.num_slots, num_layers, adapter)
+        return IdleSession(adapter.model, device, adapter.num_slots, num_layers, adapter)
     if dense_stage:
-        return DenseStageSession(adapter.model, num_layers, adapter)
+        return DenseStageSession(adapter.model, device, num_layers, adapter)
     if deployment.is_stage:
         return StageSession(adapter.model, device, num_layers, adapter, reasons, placement)
     return Session(

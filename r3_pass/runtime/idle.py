@@ -7,12 +7,15 @@ import threading
 from collections.abc import Hashable, Iterable, Iterator
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 
 from r3_pass.binding import owner_of
 from r3_pass.errors import RefusedConfiguration
+from r3_pass.runtime.agreement import check_group
 from r3_pass.runtime.engines.base import EngineAdapter
 from r3_pass.runtime.plan import plan
+from r3_pass.runtime.self_test import SelfTest
 from r3_pass.runtime.sequences import Segment, SegmentBatch
 from r3_pass.runtime.session import Session
 from r3_pass.runtime.slots import Geometry, Slots
@@ -29,6 +32,7 @@ class IdleSession(Session):
     def __init__(
         self,
         model: nn.Module,
+        device: torch.device,
         num_slots: int | None,
         num_layers: int | None,
         adapter: EngineAdapter,
@@ -36,6 +40,7 @@ class IdleSession(Session):
         self.version = None
         self._lock = threading.RLock()
         self._model = model
+        self._device = device
         self._num_slots = num_slots
         self._num_layers = num_layers
         self._adapter = adapter
@@ -115,6 +120,23 @@ class IdleSession(Session):
         self._adapter.uninstall()
         self._detached = True
 
+    def self_test(self, *args: Any, **kwargs: Any) -> SelfTest:
+        """As the recording rank's, at the same time: this rank records too, for this one batch, and the rows are compared.
+
+        A slot buffer is allocated for as long; then nothing is bound again.
+        """
+        self._usable()
+        adapter = self._adapter
+        assert adapter is not None
+        check_group(adapter.deployment, adapter.group)
+        if self._num_slots is None:
+            raise RefusedConfiguration("the engine has no KV cache now (released, or not started).")
+        recording = Session(self._model, self._device, self._num_slots, adapter.max_tokens, num_layers=self._num_layers)
+        try:
+            return recording._self_test(adapter, args, kwargs)
+        finally:
+            recording.detach()
+
     # ---- what only the recording rank can answer ----------------------------------------------------------------
     def describe(self) -> NoReturn:
         self._refuse("describe")
@@ -124,9 +146,6 @@ class IdleSession(Session):
 
     def read(self, slots: Slots) -> NoReturn:
         self._refuse("read")
-
-    def self_test(self, *args: Any, **kwargs: Any) -> NoReturn:
-        self._refuse("self_test")
 
     def _refuse(self, what: str) -> NoReturn:
         self._usable()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -146,12 +146,10 @@ def _watching(layers: dict[int, nn.Module]) -> Iterator[_Watch]:
 
 
 def compare(
-    model: nn.Module,
     layers: dict[int, nn.Module],
     experts: Mapping[int, int],
     recorded: npt.NDArray[np.int16],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    call: Callable[[], Any],
 ) -> SelfTest:
     """Run the model eagerly and hold the recorded rows against what its layers chose.
 
@@ -160,12 +158,12 @@ def compare(
         experts: how many experts the modules of a layer show, where they do: a selection among fewer, or more than twice as many,
             is not its router's.
         recorded: int16 [T, num_layers, top_k], of the same batch.
-        args, kwargs: the batch; what is compiled in the model runs uncompiled.
+        call: runs the model on the batch; what is compiled in it runs uncompiled.
 
     Raises: RefusedConfiguration if a row is wrong.
     """
     with _watching(layers) as watch:
-        model(*args, **kwargs)
+        call()
     result = SelfTest(
         tuple(_judge(i, recorded[:, i], _among(watch.choices.get(i, []), experts.get(i))) for i in sorted(layers))
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -19,14 +19,16 @@ import torch
 from torch import nn
 
 from r3_pass.description import DTYPE, Description, describe_tag, fingerprint
-from r3_pass.errors import RefusedConfiguration
+from r3_pass.errors import R3Error, RefusedConfiguration
+from r3_pass.runtime.agreement import agree, check_group
 from r3_pass.runtime.arrivals import past_experts
 from r3_pass.runtime.coverage import Reasons
 from r3_pass.runtime.delivery import Delivery
-from r3_pass.runtime.engines.base import EngineAdapter
+from r3_pass.runtime.engines.base import NO_PROBE, EngineAdapter
 from r3_pass.runtime.inputs import batch_of, count, distinct, first_position, token_count
 from r3_pass.runtime.inputs import length as length_of
 from r3_pass.runtime.memory import Placement
+from r3_pass.runtime.refusals import Deployment
 from r3_pass.runtime.saved import SavedRows, restore, save
 from r3_pass.runtime.self_test import SelfTest, compare, probe, tokens_of
 from r3_pass.runtime.sequences import Segment, SegmentBatch
@@ -285,35 +287,67 @@ class Session:
             print(session.self_test())                  # or session.self_test(input_ids, use_cache=False)
 
         For start-up: the rows of slots 0, 1, ... are overwritten and void afterwards. Where an engine compiles the forward
-        by itself, nothing is there to be called: test a compiled model of your own.
+        by itself, its adapter has a batch and slots for it (`EngineAdapter.probe`). Of tensor-parallel ranks, every one calls
+        this, also those whose session is idle: all record, and their rows must be the same.
 
         Args:
             args, kwargs: what the compiled model is called with; by default, token ids for a model whose config has a vocabulary.
 
-        Raises: RefusedConfiguration if a row is wrong, naming the layers (near-ties are no errors), if requests are running,
-            or if no batch can be made.
+        Raises: RefusedConfiguration if a row is wrong, naming the layers (near-ties are no errors), if ranks choose different
+            experts, if requests are running, or if no batch can be made.
         """
+        return self._self_test(self._adapter, args, kwargs)
+
+    def _self_test(self, adapter: EngineAdapter | None, args: Any = (), kwargs: Any = None) -> SelfTest:
         with self._lock:
             self._usable()
-            num_slots, table = self._store.num_slots, self._delivery.table
-            if self._call is None or num_slots is None:
-                raise RefusedConfiguration(
-                    "this session's engine compiles and calls the model by itself. Attach to a compiled model with num_slots= "
-                    "and run self_test there."
-                )
+            table = self._delivery.table
             if table is not None and len(table):
                 raise RefusedConfiguration(
                     "self_test overwrites slots, and requests are running. Call it before the first request."
                 )
-            if not args and not kwargs:
-                args = (probe(self._binding.model, num_slots, self._device),)
-        slots = np.arange(tokens_of(args, kwargs))
-        with torch.no_grad(), self.step(slots):
-            self._call(*args, **kwargs)
-        recorded = self.read(slots)
+        ranks = adapter.deployment if adapter is not None else Deployment()
+        if adapter is None:
+            return self._tested(*self._batch(args, kwargs or {}), ranks, None)
+        if ranks.tensor_parallel > 1:
+            check_group(ranks, adapter.group)
+        if args or kwargs:
+            raise RefusedConfiguration("self_test: this session's engine makes the batch: call self_test().")
+        with adapter.probe() as (slots, call):
+            return self._tested(slots, call, call, ranks, adapter.group)
+
+    def _batch(self, args: Any, kwargs: Any) -> tuple[npt.NDArray[np.int64], Callable[[], Any], Callable[[], Any]]:
+        """Slots, the compiled call and the eager one, of a model that is called as its users do."""
+        num_slots, model = self._store.num_slots, self._binding.model
+        if self._call is None or num_slots is None:
+            raise RefusedConfiguration(NO_PROBE)
+        if not args and not kwargs:
+            args = (probe(model, num_slots, self._device),)
+        return np.arange(tokens_of(args, kwargs)), lambda: self._call(*args, **kwargs), lambda: model(*args, **kwargs)
+
+    def _tested(
+        self,
+        slots: npt.NDArray[np.int64],
+        call: Callable[[], Any],
+        eager: Callable[[], Any],
+        ranks: Deployment,
+        group: Any,
+    ) -> SelfTest:
+        recorded: Rows | R3Error
+        try:
+            with torch.no_grad(), self.step(slots):
+                call()
+            recorded = self.read(slots)
+        except R3Error as error:
+            if ranks.tensor_parallel == 1:
+                raise
+            recorded = error
+        if ranks.tensor_parallel > 1:
+            recorded = agree(recorded, group)
+        assert not isinstance(recorded, R3Error)
         self.assign(slots)
         binding = self._binding
-        return compare(binding.model, binding.blocks(), binding.experts_shown(), recorded, args, kwargs)
+        return compare(binding.blocks(), binding.experts_shown(), recorded, eager)
 
     # ---- life cycle ---------------------------------------------------------------------------------------------
     def weights_changed(self, tag: Hashable) -> None:

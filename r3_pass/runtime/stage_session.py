@@ -68,9 +68,9 @@ class StageSession(Session):
 class DenseStageSession(IdleSession):
     """The session of a stage none of whose layers routes: nothing to record, and a part without columns to hand out."""
 
-    def __init__(self, model: nn.Module, num_layers: int | None, adapter: EngineAdapter) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, num_layers: int | None, adapter: EngineAdapter) -> None:
         check_stage(model, adapter.deployment)
-        super().__init__(model, adapter.num_slots, num_layers, adapter)
+        super().__init__(model, device, adapter.num_slots, num_layers, adapter)
         self._deployment = deployment = adapter.deployment
         self._rank = (
             f"pipeline stage {deployment.pipeline_rank} of {deployment.pipeline_parallel}, whose layers do not route"
@@ -83,6 +83,9 @@ class DenseStageSession(IdleSession):
     def geometry(self) -> Geometry:
         """Raises: RefusedConfiguration: there is no slot buffer, and nothing to charge to a KV budget."""
         raise RefusedConfiguration(f"{self._rank}: it has no slot buffer. Ask the session of another stage.")
+
+    def self_test(self, *args: Any, **kwargs: Any) -> Any:
+        self._refuse("self_test")
 
     def finish(self, request_id: Hashable, num_tokens: int, start: int = 0) -> Any:
         """Returns: a `StageRows` without columns."""

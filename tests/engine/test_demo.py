@@ -45,3 +45,15 @@ def test_it_starts_as_a_folder_and_as_a_module() -> None:
     for how, cwd in (([str(FOLDER)], Path.cwd()), (["-m", "engine"], FOLDER.parent)):
         done = subprocess.run([sys.executable, *how, "--help"], cwd=cwd, capture_output=True, text=True)
         assert done.returncode == 0 and "python examples/engine" in done.stdout, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", ["--tensor-parallel", "--expert-parallel"])
+def test_two_ranks_prove_their_rows(split: str) -> None:
+    how = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(FOLDER), split]
+    done = subprocess.run(
+        [*how, "--device", "cpu", "--inner", "eager", "--new-tokens", "6"], capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "2 ranks choose alike" in done.stdout, done.stdout + done.stderr
+    rows = [line.split() for line in done.stdout.splitlines() if " of " in line and line[0] in "a"]
+    assert len(rows) == 3 and all(row[-3] == row[-1] for row in rows), done.stdout

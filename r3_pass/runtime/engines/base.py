@@ -60,6 +60,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import nn
 
+from r3_pass.errors import RefusedConfiguration
 from r3_pass.runtime.refusals import Deployment
 
 if TYPE_CHECKING:
@@ -67,6 +68,11 @@ if TYPE_CHECKING:
 
 Slots = npt.NDArray[np.int64]
 Rows = npt.NDArray[np.int16]
+
+NO_PROBE = (
+    "this session's engine compiles and calls the model by itself. Attach to a compiled model with num_slots= and run self_test "
+    "there, or give the engine's adapter a `probe`."
+)
 
 
 class RecordingSession(Protocol):
@@ -147,6 +153,19 @@ class EngineAdapter(ABC):
     def deployment(self) -> Deployment:
         """The facts of the engine that decide whether it can be recorded; `attach` refuses by them. By default: one process."""
         return Deployment()
+
+    @property
+    def group(self) -> Any:
+        """The torch.distributed group of the tensor-parallel ranks, in their order; None: the default group. For `self_test`."""
+        return None
+
+    def probe(self) -> AbstractContextManager[tuple[Slots, Callable[[], Any]]]:
+        """A batch for `self_test`, the same on every rank: a KV slot of nobody for each of its tokens, none of them padding, and
+        a call that forwards it once through the compiled model, no step entered. The slots are nobody's again afterwards.
+
+        Raises: RefusedConfiguration while requests run; by default, since an engine has to be known for this.
+        """
+        raise RefusedConfiguration(NO_PROBE)
 
     @abstractmethod
     def install(self, session: RecordingSession) -> None:
