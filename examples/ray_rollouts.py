@@ -228,7 +228,7 @@ class Fleet:
     def _next_ready(self) -> Worker:
         busy = [worker for worker in self.workers if worker.pending is not None]
         ready, _ = ray.wait([worker.pending for worker in busy], num_returns=1)
-        return next(worker for worker in busy if worker.pending is ready[0])
+        return next(worker for worker in busy if worker.pending == ready[0])
 
     def _take(self, worker: Worker) -> Answer | None:
         """What a worker that is ready has: an answer, or none if it has only started, or is done.

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import os
 import signal
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,9 +27,10 @@ from engine.__main__ import Eager, tiny
 from ray_rollouts import Answer, Fleet, Request
 from transformers import AutoModelForCausalLM
 
-SHORT, LONG = 2, 100  # so that a worker is in the middle of something when its first answer comes
-PROMPTS = ["why?", "one + one =", "a compiler routes", "x", "why is it blue", "one + two =", "a compiler", "why? y"]
-REQUESTS = [Request(f"r{i}", list(text.encode()), (SHORT, LONG)[i % 2]) for i, text in enumerate(PROMPTS)]
+SHORT, LONG = 2, 400
+PROMPTS = ["why?", "one + one =", "a compiler", "x", "why is it blue?", "one + two =", "a token", "routes"]
+# Of each worker's four, three are done at once.
+REQUESTS = [Request(f"r{i}", list(text.encode()), LONG if i % 4 == 3 else SHORT) for i, text in enumerate(PROMPTS)]
 
 
 @pytest.fixture(scope="module")
@@ -40,22 +42,28 @@ def model() -> Any:
 @pytest.fixture(scope="module")
 def fleet(model: Any) -> Iterator[Fleet]:
     torch.set_num_threads(1)
-    ray_rollouts.start_ray(2)
+    path = os.pathsep.join([str(Path(ray_rollouts.__file__).parent), os.environ.get("PYTHONPATH", "")])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", path)  # the processes of actors import the example
+        ray_rollouts.start_ray(2)
     try:
         make = functools.partial(AutoModelForCausalLM.from_config, model.config, dtype=model.dtype)
         expected = ray_rollouts.describe(model)
         sizes = {"num_blocks": 64, "block_size": 8, "max_batch_tokens": 64, "max_num_seqs": 4}
-        yield Fleet(make, expected, max_model_len=128, inner="eager", batch=4, **sizes)
+        yield Fleet(make, expected, max_model_len=512, inner="eager", batch=4, **sizes)
     finally:
         ray.shutdown()
 
 
 @pytest.fixture(scope="module")
 def served(fleet: Fleet, model: Any) -> tuple[list[Answer], int, Any]:
-    """Answers of a fleet whose first worker to answer was killed at once; its process; a copy of its first rows from before."""
+    """Answers of a fleet whose first worker to answer was killed then; its process; a copy of its first rows from before.
+
+    At that time it had made three answers, of which the driver had taken one."""
     answers = fleet.generate(REQUESTS, ray_rollouts.put_weights(model), version=1)
     first = next(answers)
     rows = first.result.routed_experts.copy()
+    time.sleep(0.5)
     os.kill(first.pid, signal.SIGKILL)
     return [first, *answers], first.pid, rows
 
@@ -81,8 +89,7 @@ def test_a_worker_that_dies_loses_nothing(served: tuple[list[Answer], int, Any],
     answers, killed, rows_before = served
     assert Counter(answer.result.request_id for answer in answers) == Counter(r.request_id for r in REQUESTS)
     assert fleet.num_deaths == 1 and fleet.num_answers == len(REQUESTS)
-    from_killed = sum(answer.pid == killed for answer in answers)
-    assert from_killed >= 1 and 1 <= fleet.num_resubmitted <= 4 - from_killed  # it was asked four
+    assert sum(answer.pid == killed for answer in answers) == 3 and fleet.num_resubmitted == 1
     lengths = {answer.result.request_id: len(answer.result.token_ids) for answer in answers}
     assert lengths == {request.request_id: request.max_tokens for request in REQUESTS}
     assert (answers[0].result.routed_experts == rows_before).all()
