@@ -4,9 +4,11 @@
     python examples/ray_rollouts.py             # two engines of a tiny random MoE, each in a process of its own, on a CPU
     python examples/ray_rollouts.py --kills 10  # and ten of these processes are killed (SIGKILL) while they serve
 
-The driver owns everything that has to survive a worker: the requests, the weights, and the answers. What a worker puts into
-Ray's object store by `ray.put` belongs to that worker and dies with it, so answers leave as a streaming generator: each is the
-driver's from the moment it is yielded. A worker that dies is replaced, and only what it had not answered is asked again.
+The driver holds everything that has to survive a worker: the requests, the weights, and the answers. What a worker puts into Ray's
+object store by `ray.put` belongs to that worker and dies with it, and so do answers that a stream still holds when its actor dies
+(both seen with Ray 2.60). So each answer leaves by itself, through a streaming generator, and a thread of the driver takes it the
+moment that it is there, however slowly the driver uses them. A worker that dies is replaced, and only what had not arrived is
+asked again.
 
 * Weights of each round go once into the object store; every actor copies them from there, also one that was started later.
 * A worker copies an answer's rows into shared memory, and the driver's array is a read-only view of it: nothing is pickled, nor
@@ -29,12 +31,13 @@ import copy
 import dataclasses
 import functools
 import os
+import queue
 import random
 import signal
 import threading
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -123,15 +126,15 @@ class Worker:
     """An actor, as the driver sees it.
 
     Attributes:
-        pending: what is waited for: its start (a reference), its answers (a generator), or nothing.
-        asked: requests that it has not answered, by id.
         pid: of its process, once it has started.
+        busy: it starts, or answers; what comes of that arrives in the fleet's queue.
+        asked: requests whose answers the driver has not seen, by id.
     """
 
     actor: Any
-    pending: Any
-    asked: dict[str, Request] = dataclasses.field(default_factory=dict)
     pid: int | None = None
+    busy: bool = True
+    asked: dict[str, Request] = dataclasses.field(default_factory=dict)
 
 
 class Fleet:
@@ -145,7 +148,8 @@ class Fleet:
         max_attempts: of a request, or of starts in a row that fail, before the death that ended the last of them is raised.
 
     Attributes:
-        num_answers, num_deaths, num_resubmitted: answers that were taken; workers that died; requests that were asked again.
+        workers: as they are now.
+        num_answers, num_deaths, num_resubmitted: answers that were handed out; workers that died; requests that were asked again.
     """
 
     def __init__(
@@ -166,14 +170,31 @@ class Fleet:
         self.max_attempts = max_attempts
         self.num_answers = self.num_deaths = self.num_resubmitted = 0
         self._failed_starts = 0
+        self._arrived: queue.SimpleQueue[tuple[Worker, Any]] = queue.SimpleQueue()
         # No restarts by Ray: a stream that broke may have left a process that still runs. It is killed for good instead.
         actor = ray.remote(EngineActor).options(num_cpus=1, num_gpus=int(device != "cpu"), max_restarts=0)
         self._new = functools.partial(actor.remote, make, device, inner, max_model_len, options)
         self.workers = [self._start() for _ in range(num_workers)]
 
     def _start(self) -> Worker:
-        actor = self._new()
-        return Worker(actor, actor.pid.remote())
+        worker = Worker(self._new())
+        self._follow(worker, [worker.actor.pid.remote()])
+        return worker
+
+    def _follow(self, worker: Worker, refs: Iterable[Any]) -> None:
+        """Put the values of references into the queue as they come; then None, or what Ray raised."""
+
+        def run() -> None:
+            try:
+                for ref in refs:
+                    self._arrived.put((worker, ray.get(ref)))
+            except ray.exceptions.RayError as error:
+                self._arrived.put((worker, error))
+            else:
+                self._arrived.put((worker, None))
+
+        worker.busy = True
+        threading.Thread(target=run, daemon=True).start()
 
     def close(self) -> None:
         for worker in self.workers:
@@ -197,61 +218,47 @@ class Fleet:
         try:
             while unanswered:
                 for worker in self.workers:
-                    if worker.pending is None and waiting:
+                    if not worker.busy and waiting:
                         mine = [waiting.popleft() for _ in range(min(self.batch, len(waiting)))]
                         attempts.update(request.request_id for request in mine)
                         worker.asked = {request.request_id: request for request in mine}
                         serve = worker.actor.serve.options(num_returns="streaming")
-                        worker.pending = serve.remote(mine, weights, version)
-                worker = self._next_ready()
-                try:
-                    answer = self._take(worker)
-                except DEATHS as death:
+                        self._follow(worker, serve.remote(mine, weights, version))
+                worker, arrived = self._arrived.get()
+                if worker not in self.workers:
+                    continue  # the last words of one that was replaced
+                if isinstance(arrived, DEATHS):
+                    self._failed_starts += worker.pid is None
                     lost = list(worker.asked.values())
                     tried = max([attempts[request.request_id] for request in lost], default=0)
                     if max(tried, self._failed_starts) >= self.max_attempts:
-                        raise
+                        raise arrived
+                    self.num_deaths += 1
+                    self.num_resubmitted += len(lost)
                     waiting.extendleft(reversed(lost))
-                    self._replace(worker, death)
-                    continue
-                if answer is not None:
-                    request = worker.asked.get(answer.result.request_id)
-                    check(answer, request, expected)
-                    del worker.asked[answer.result.request_id], unanswered[answer.result.request_id]
+                    self._replace(worker)
+                elif isinstance(arrived, Exception):
+                    raise arrived
+                elif isinstance(arrived, Answer):
+                    name = arrived.result.request_id
+                    check(arrived, worker.asked.get(name), expected)
+                    del worker.asked[name], unanswered[name]
                     self.num_answers += 1
-                    yield answer
+                    yield arrived
+                elif arrived is None:
+                    worker.busy = False
+                    if worker.asked:
+                        raise r3_pass.MissingRoutes(
+                            f"process {worker.pid} is done, and did not answer {sorted(worker.asked)}. Look at its engine's log."
+                        )
+                else:
+                    worker.pid, self._failed_starts = arrived, 0
         finally:
-            for worker in self.workers:
+            for worker in self.workers[:]:
                 if worker.asked:  # left early: what it still makes is nobody's
-                    self._replace(worker, None)
+                    self._replace(worker)
 
-    def _next_ready(self) -> Worker:
-        busy = [worker for worker in self.workers if worker.pending is not None]
-        ready, _ = ray.wait([worker.pending for worker in busy], num_returns=1)
-        return next(worker for worker in busy if worker.pending == ready[0])
-
-    def _take(self, worker: Worker) -> Answer | None:
-        """What a worker that is ready has: an answer, or none if it has only started, or is done.
-
-        Raises: one of DEATHS; what the engine raised."""
-        if worker.pid is None:
-            self._failed_starts += 1
-            worker.pid, worker.pending = ray.get(worker.pending), None
-            self._failed_starts = 0
-            return None
-        try:
-            return ray.get(next(worker.pending))  # type: ignore[no-any-return]
-        except StopIteration:
-            worker.pending = None
-            if worker.asked:
-                raise r3_pass.MissingRoutes(
-                    f"process {worker.pid} is done, and did not answer {sorted(worker.asked)}. Look at its engine's log."
-                ) from None
-            return None
-
-    def _replace(self, worker: Worker, death: Exception | None) -> None:
-        self.num_deaths += death is not None
-        self.num_resubmitted += len(worker.asked) if death is not None else 0
+    def _replace(self, worker: Worker) -> None:
         ray.kill(worker.actor)  # for certain: a connection may be lost while its process goes on
         self.workers[self.workers.index(worker)] = self._start()
 

@@ -59,12 +59,13 @@ def fleet(model: Any) -> Iterator[Fleet]:
 def served(fleet: Fleet, model: Any) -> tuple[list[Answer], int, Any]:
     """Answers of a fleet whose first worker to answer was killed then; its process; a copy of its first rows from before.
 
-    At that time it had made three answers, of which the driver had taken one."""
+    At that time it had made three answers, of which the driver had used one; it uses the others long after the death."""
     answers = fleet.generate(REQUESTS, ray_rollouts.put_weights(model), version=1)
     first = next(answers)
     rows = first.result.routed_experts.copy()
     time.sleep(0.5)
     os.kill(first.pid, signal.SIGKILL)
+    time.sleep(3)
     return [first, *answers], first.pid, rows
 
 
