@@ -27,6 +27,7 @@ answered all that it was asked, so its last steps run with few of them. The driv
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -239,12 +240,8 @@ class Fleet:
                     self._replace(worker)
                 elif isinstance(arrived, Exception):
                     raise arrived
-                elif isinstance(arrived, Answer):
-                    name = arrived.result.request_id
-                    check(arrived, worker.asked.get(name), expected)
-                    del worker.asked[name], unanswered[name]
-                    self.num_answers += 1
-                    yield arrived
+                elif isinstance(arrived, int):
+                    worker.pid, self._failed_starts = arrived, 0
                 elif arrived is None:
                     worker.busy = False
                     if worker.asked:
@@ -252,7 +249,11 @@ class Fleet:
                             f"process {worker.pid} is done, and did not answer {sorted(worker.asked)}. Look at its engine's log."
                         )
                 else:
-                    worker.pid, self._failed_starts = arrived, 0
+                    name = arrived.result.request_id
+                    check(arrived, worker.asked.get(name), expected)
+                    del worker.asked[name], unanswered[name]
+                    self.num_answers += 1
+                    yield arrived
         finally:
             for worker in self.workers[:]:
                 if worker.asked:  # left early: what it still makes is nobody's
@@ -300,7 +301,8 @@ def check(answer: Answer, request: Request | None, expected: Description) -> Non
 class Killer(threading.Thread):
     """Kills workers while they serve: each time after so many answers, and so many seconds more.
 
-    Attributes: killed: process ids, in order.
+    Attributes:
+        killed: process ids, in order.
     """
 
     def __init__(self, fleet: Fleet, moments: list[tuple[int, float]], rng: random.Random) -> None:
@@ -316,6 +318,10 @@ class Killer(threading.Thread):
             self.ended.wait(seconds)
             while not self.ended.is_set() and not self._kill():
                 self.ended.wait(0.002)
+
+    def close(self) -> None:
+        self.ended.set()
+        self.join()
 
     def _kill(self) -> bool:
         serving = [worker.pid for worker in self.fleet.workers if worker.asked and worker.pid is not None]
@@ -410,24 +416,20 @@ def main(arguments: list[str] | None = None) -> None:
             max_attempts=given.kills + 3, num_blocks=4 * -(-longest // 8), block_size=8, max_batch_tokens=64, max_num_seqs=8,
         )  # fmt: skip
         killer = Killer(fleet, moments, rng)
-        killer.start()
-        print(f"{given.workers} workers on {given.device} serve {type(model).__name__} ({given.inner})\n")
-        print("version  requests  answers  killed  resubmitted  rows equal")
-        wrong = version = 0
-        while version < given.rounds or killer.is_alive():
-            version += 1
-            wrong += _round(fleet, killer, model, eager, version, make_requests(
-                prompts, given.requests, given.new_tokens, f"step{version}", rng
-            ))  # fmt: skip
-        killer.ended.set()
-        print(f"\nkilled {killer.killed}, deaths seen {fleet.num_deaths}")
-        fleet.close()
+        with contextlib.closing(fleet), contextlib.closing(killer):
+            killer.start()
+            print(f"{given.workers} workers on {given.device} serve {type(model).__name__} ({given.inner})\n")
+            print("version  requests  answers  killed  resubmitted  rows equal")
+            wrong = version = 0
+            while version < given.rounds or killer.is_alive():
+                version += 1
+                requests = make_requests(prompts, given.requests, given.new_tokens, f"step{version}", rng)
+                wrong += _round(fleet, killer, model, eager, version, requests)
+            print(f"\nkilled {killer.killed}, deaths seen {fleet.num_deaths}")
     finally:
         ray.shutdown()
-    if wrong or fleet.num_deaths != given.kills:
-        raise SystemExit(
-            f"{wrong} answers or rows are missing or wrong; {fleet.num_deaths} deaths of {given.kills} kills."
-        )
+    if wrong or len(killer.killed) != given.kills:
+        raise SystemExit(f"{wrong} answers or rows are missing or wrong; {len(killer.killed)} of {given.kills} kills.")
 
 
 def _round(fleet: Fleet, killer: Killer, model: nn.Module, eager: Eager, version: int, requests: list[Request]) -> int:
