@@ -231,14 +231,15 @@ class Fleet:
                 if isinstance(arrived, DEATHS):
                     self._failed_starts += worker.pid is None
                     lost = list(worker.asked.values())
+                    self.num_deaths += 1
+                    self._replace(worker)
                     tried = max([attempts[request.request_id] for request in lost], default=0)
                     if max(tried, self._failed_starts) >= self.max_attempts:
                         raise arrived
-                    self.num_deaths += 1
                     self.num_resubmitted += len(lost)
                     waiting.extendleft(reversed(lost))
-                    self._replace(worker)
                 elif isinstance(arrived, Exception):
+                    self._replace(worker)
                     raise arrived
                 elif isinstance(arrived, int):
                     worker.pid, self._failed_starts = arrived, 0
@@ -418,22 +419,28 @@ def main(arguments: list[str] | None = None) -> None:
         killer = Killer(fleet, moments, rng)
         with contextlib.closing(fleet), contextlib.closing(killer):
             killer.start()
-            print(f"{given.workers} workers on {given.device} serve {type(model).__name__} ({given.inner})\n")
-            print("version  requests  answers  killed  resubmitted  rows equal")
-            wrong = version = 0
-            while version < given.rounds or killer.is_alive():
-                version += 1
+            print(f"{given.workers} workers on {given.device} serve {type(model).__name__} ({given.inner})", flush=True)
+            wrong, lines = 0, ["version  requests  answers  killed  resubmitted  rows equal"]
+            while len(lines) <= given.rounds or killer.is_alive():
+                version = len(lines)
                 requests = make_requests(prompts, given.requests, given.new_tokens, f"step{version}", rng)
-                wrong += _round(fleet, killer, model, eager, version, requests)
-            print(f"\nkilled {killer.killed}, deaths seen {fleet.num_deaths}")
+                more, line = _round(fleet, killer, model, eager, version, requests)
+                wrong += more
+                lines.append(line)
     finally:
         ray.shutdown()
+    # At the end: Ray itself prints several lines for each death.
+    print("", *lines, "", f"killed {killer.killed}, deaths seen {fleet.num_deaths}", sep="\n")
     if wrong or len(killer.killed) != given.kills:
         raise SystemExit(f"{wrong} answers or rows are missing or wrong; {len(killer.killed)} of {given.kills} kills.")
 
 
-def _round(fleet: Fleet, killer: Killer, model: nn.Module, eager: Eager, version: int, requests: list[Request]) -> int:
-    """New weights, answers under them, and the proof of these. Returns: how many answers or rows are missing or wrong."""
+def _round(
+    fleet: Fleet, killer: Killer, model: nn.Module, eager: Eager, version: int, requests: list[Request]
+) -> tuple[int, str]:
+    """New weights, answers under them, and the proof of these.
+
+    Returns: how many answers or rows are missing or wrong; a line of the table."""
     with torch.no_grad():
         for parameter in model.parameters():  # as an optimizer's step would
             if parameter.dim() > 1:
@@ -443,12 +450,11 @@ def _round(fleet: Fleet, killer: Killer, model: nn.Module, eager: Eager, version
     once = Counter(result.request_id for result in answers) == Counter(request.request_id for request in requests)
     rows = sum(len(result.routed_experts) for result in answers)
     equal = sum(eager.equal(result, fleet.expected.layers) for result in answers)
-    print(
+    line = (
         f"{version:7}  {len(requests):8}  {len(answers):7}  {len(killer.killed) - killed:6}  "
-        f"{fleet.num_resubmitted - resubmitted:11}  {equal} of {rows}",
-        flush=True,
+        f"{fleet.num_resubmitted - resubmitted:11}  {equal} of {rows}"
     )
-    return rows - equal + (not once)
+    return rows - equal + (not once), line
 
 
 if __name__ == "__main__":
