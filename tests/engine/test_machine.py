@@ -174,7 +174,9 @@ class Machine(RuleBasedStateMachine):
         assert len(said) == len(result.token_ids)
         for before, version in enumerate(said, start=len(result.prompt_token_ids) - 1):
             if before < len(rows):
-                assert (rows[before] == self.truths[version].rows(tokens)[before]).all(), "another version's log-probability"
+                assert (rows[before] == self.truths[version].rows(tokens)[before]).all(), (
+                    "another version's log-probability"
+                )
 
     # ---- the model: who made which row ----------------------------------------------------------------------
     def _ran(self, run: Any, batch: Any) -> Any:
