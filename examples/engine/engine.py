@@ -144,6 +144,22 @@ class Engine:
         self._ended.remove(seq)
         return self.emit(seq, seq.result())
 
+    def preempt(self, request_id: str) -> None:
+        """Take a request's blocks, if it runs: it starts over later, and keeps its tokens, those of the forward under way included.
+
+        Raises: KeyError if there is no such request, or it has ended.
+        """
+        seq = self.requests[request_id]
+        self._verify()
+        if seq in self.scheduler.running:
+            self.scheduler.preempt(seq)
+
+    def _verify(self) -> None:
+        """Drafts of the forward under way become tokens or nothing: that says which rows go with tokens that are handed out."""
+        if self.drafter is not None and self._launched is not None:
+            self._handle(self._launched)
+            self._launched = None
+
     def fail(self, seq: Request, error: Exception) -> None:
         """End one request with an error; the others go on."""
         self._end(seq, "error")
@@ -313,6 +329,7 @@ class Engine:
 
     def update_weights(self, state_dict: Mapping[str, Tensor], version: int) -> None:
         """New weights, copied into the old ones. Requests that run start over with them and keep their tokens."""
+        self._verify()
         for seq in reversed(self.scheduler.running[:]):
             self.scheduler.preempt(seq)
         self.blocks.forget_prefixes()

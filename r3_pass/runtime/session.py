@@ -217,7 +217,13 @@ class Session:
             restore(self._store.required(), slots, rows, self.version)
 
     def preempt(self, request_id: Hashable, num_tokens: int) -> None:
-        """The request will be forwarded again; rows of its first num_tokens - 1 positions that were exported stay what they are."""
+        """The request will be forwarded again; rows of its first num_tokens - 1 positions that were exported stay what they are.
+
+        Args:
+            num_tokens: all of its tokens, those included that a forward under way makes and that will be handed out: their
+                log-probabilities go with the rows that exist now. Of drafts under way it counts those that will be accepted: learn
+                that first.
+        """
         with self._lock:
             self._usable()
             num_tokens = token_count(request_id, num_tokens)

@@ -98,7 +98,8 @@ class RecordingSession(Protocol):
         """The engine copied KV back into its cache: what `extract` returned now belongs to `slots` (as many)."""
 
     def preempt(self, request_id: Hashable, num_tokens: int) -> None:
-        """The request's KV is gone and its num_tokens tokens will be forwarded again; exported rows stay."""
+        """The request's KV is gone and its num_tokens tokens (those of a forward under way included) will be forwarded again;
+        exported rows stay."""
 
     def finish(self, request_id: Hashable, num_tokens: int, start: int = 0) -> Rows:
         """int16 [num_tokens - 1 - start, num_layers, top_k]; None on a rank that does not export. Raises MissingRoutes if a row
