@@ -118,7 +118,7 @@ def _run(flow: DataFlow, node: fx.Node, tables: dict[fx.Node, Tensor]) -> Tensor
         if source not in tables or (name in _CASTS and dims(source) != dims(node)):
             return None
         return tables[source].to(value(node).dtype)
-    if name not in _ARITHMETIC:
+    if name not in _ARITHMETIC or not node.args:
         return None
     arguments: list[Any] = []
     for given in node.args:
@@ -129,8 +129,11 @@ def _run(flow: DataFlow, node: fx.Node, tables: dict[fx.Node, Tensor]) -> Tensor
     keywords = {k: _argument(flow, node, v, tables) for k, v in node.kwargs.items()}
     if any(made is None and node.kwargs[k] is not None for k, made in keywords.items()):
         return None
-    operator: Any = getattr(arguments.pop(0), str(node.target), None) if node.op == "call_method" else node.target
-    result = operator(*arguments, **keywords)
+    operator: Any = getattr(arguments.pop(0), str(node.target)) if node.op == "call_method" else node.target
+    try:
+        result = operator(*arguments, **keywords)
+    except (TypeError, RuntimeError):  # it does not take one id, or one number, in the place of many
+        return None
     return result if isinstance(result, Tensor) and result.dim() == 1 else None
 
 
@@ -141,12 +144,17 @@ def _argument(flow: DataFlow, node: fx.Node, given: Any, tables: dict[fx.Node, T
     source = flow.operand(node, given)
     if source in tables:
         return tables[source] if dims(source) == dims(node) else None
-    return number_of(source)
+    number = number_of(source)
+    return None if number is None else torch.tensor(number, device="cpu")
 
 
 def _masked(flow: DataFlow, tables: dict[fx.Node, Tensor]) -> Iterator[tuple[fx.Node, tuple[int, ...] | None]]:
     """Floating-point values that are zeroed by the id, and for which ids they stay what they are; None if none or all."""
+    first = next(iter(tables))
     for condition, table in tables.items():
+        shape = _sizes(condition)
+        if shape != _sizes(first) and len(shape) > 1:
+            continue  # cut into other rows: it may meet the weights of other tokens
         for user in flow.users(condition):
             if user in tables or not is_tensor(user) or not value(user).dtype.is_floating_point or is_inplace(user):
                 continue
@@ -154,6 +162,10 @@ def _masked(flow: DataFlow, tables: dict[fx.Node, Tensor]) -> Iterator[tuple[fx.
             if keep is not None:
                 kept = tuple(keep.nonzero().flatten().tolist())
                 yield user, kept if 0 < len(kept) < len(table) else None
+
+
+def _sizes(node: fx.Node) -> tuple[Any, ...]:
+    return tuple(size for size in dims(node) if size != 1)
 
 
 def _keeps(flow: DataFlow, user: fx.Node, condition: fx.Node, table: Tensor) -> Tensor | None:

@@ -51,6 +51,10 @@ MISTAKES: dict[str, Split] = {
     "shifted": lambda ids, w, others: as_sentinels(ids + 1, w, others),
     "reversed": lambda ids, w, others: (where(others, 0, 7 - ids), w.masked_fill(others, 0.0)),
     "of_another_token": lambda ids, w, others: (as_sentinels(ids, w, others)[0].roll(1, 0), w.masked_fill(others, 0.0)),
+    "weights_in_other_rows": lambda ids, w, others: (
+        as_sentinels(ids, w, others)[0],
+        w.t().masked_fill(others.reshape(2, -1), 0.0).t(),
+    ),
     "two_made_one": lambda ids, w, others: (as_sentinels(ids, w, others)[0].clamp(0, 1), w.masked_fill(others, 0.0)),
 }
 
