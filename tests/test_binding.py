@@ -57,7 +57,7 @@ def test_a_gate_that_chooses_experts_of_another_block() -> None:
 
 
 def test_weights_that_come_and_go() -> None:
-    """FSDP hangs a gathered weight in the model while its block runs: it is known again without a search, and only while it hangs."""
+    """FSDP hangs a gathered weight in the model while its block runs: known again without a search, but only while it hangs."""
     model, other = Decoder(), Decoder()
     binding = Binding(model, torch.device("cpu"), lambda *_: None, mark=False)
     gate, shard = model.layers[1].mlp.gate, nn.Parameter(torch.zeros(1))
