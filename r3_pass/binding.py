@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
 
 from r3_pass import streams
 from r3_pass.errors import BufferLayoutError, RefusedConfiguration
@@ -121,7 +122,7 @@ class Binding:
         num_layers: int | None = None,
     ) -> None:
         self.model = model
-        self._unmarked: dict[int, tuple[Any, Owner]] | None = None if mark else {}
+        self._unmarked: dict[int, tuple[TensorWeakRef, Owner]] | None = None if mark else {}
         self.device = device
         self.structure: Structure = inspect(model)
         self.container: str | None = self.structure.main_container
@@ -172,7 +173,14 @@ class Binding:
             else:
                 names.setdefault(id(weight), (weight, []))
         if self._unmarked is not None:
-            self._unmarked = {id(w): (w, Owner(self, tuple(found))) for w, found in names.values()}
+            known = {id(w): (TensorWeakRef(w), Owner(self, tuple(found))) for w, found in names.values()}
+            for (
+                key,
+                held,
+            ) in self._unmarked.items():  # a weight that FSDP gathers comes back with each forward of its block
+                if key not in known and held[1].names and held[0]() is not None:
+                    known[key] = held
+            self._unmarked = known
             return False
         for weight, _ in names.values():
             owner = owner_of(weight)
@@ -213,10 +221,23 @@ class Binding:
 
     def _owner(self, weight: Any) -> Owner | None:
         if self._unmarked is not None:
-            held = self._unmarked.get(id(weight))
-            return held[1] if held is not None and held[0] is weight else None
+            ref, found = self._unmarked.get(id(weight), (None, None))
+            if ref is None or found is None or ref() is not weight:
+                return None
+            return found if not found.names or self._hangs(weight, found.names[0]) else None
         owner = owner_of(weight)
         return owner if owner is not None and owner.binding is self else None
+
+    def _hangs(self, weight: Any, name: str) -> bool:
+        """Whether the model has a weight under a name."""
+        *path, last = name.split(".")
+        module = self.model
+        for part in path:
+            child = module._modules.get(part)
+            if child is None:
+                return False
+            module = child
+        return module._parameters.get(last) is weight or module._buffers.get(last) is weight
 
     def _link(self, weight: Any) -> None:
         """Remember each module on the way from the model to a weight that names a layer."""
