@@ -24,9 +24,10 @@ from r3_pass.runtime.slots import Geometry, Slots
 class IdleSession(Session):
     """A session as far as an adapter is concerned, so that the same adapter runs on every rank; nothing is recorded.
 
-    Nothing is allocated and no graph is bound: compiled code runs its plain graphs, in steps too. `geometry` is that of the
-    recording rank, so that every rank charges the same bytes to its KV budget. What tells a session something is
-    taken and forgotten; `finish`, `abort` and `extract` return None; what would look at rows raises RefusedConfiguration.
+    Nothing is allocated and no graph is bound, but while `self_test` runs: compiled code runs its plain graphs, in steps too.
+    `geometry` is that of the recording rank, so that every rank charges the same bytes to its KV budget. What tells a session
+    something is taken and forgotten; `finish`, `abort` and `extract` return None; what would look at rows raises
+    RefusedConfiguration.
     """
 
     def __init__(

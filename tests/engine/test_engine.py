@@ -93,6 +93,21 @@ def test_verification_of_drafted_tokens(device: str, num_drafts: int) -> None:
     session.detach()
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_its_routing_is_compared_with_the_eager_model_at_start_up(device: str) -> None:
+    """In blocks that are free again, before the first request."""
+    engine, session, truth = serve(device)
+    assert str(session.self_test()).startswith("layer 1: 16 of 16 rows equal (topk")
+    assert len(engine.blocks.free) == engine.blocks.num_blocks and not engine.blocks.owners
+    with pytest.raises(RefusedConfiguration, match=r"engine makes the batch: call self_test\(\)"):
+        session.self_test(torch.zeros(1, 4))
+    engine.add_request([1, 2, 3], 4)
+    with pytest.raises(RefusedConfiguration, match="before the first request"):
+        session.self_test()
+    check(engine.generate(prompts(2, 9), max_tokens=6), truth)
+    session.detach()
+
+
 @pytest.mark.inductor
 @pytest.mark.parametrize("device", DEVICES)
 def test_with_inductor(device: str) -> None:

@@ -79,6 +79,7 @@ def _rank(rank: int, function: Callable[..., Any], args: Any, device: str, port:
     transformers.utils.logging.disable_progress_bar()
     torch.backends.cuda.matmul.allow_tf32 = False
     if device == "cuda":
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # what the host has to say goes by gloo; the machine may have no name
         torch.cuda.set_device(rank)
     dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=datetime.timedelta(seconds=_TIMEOUT))
     result = function(*args)

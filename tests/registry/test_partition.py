@@ -89,3 +89,10 @@ def test_what_is_not_the_choice_is_refused(name: str) -> None:
     ((ids,),) = tokens((2, 6))
     report = r3_pass.explain(model(MISTAKES[name]), ids)
     assert not report.sites and all(entry.routing for entry in report.rejected)
+
+
+def test_given_ids_are_split_as_chosen_ones_are() -> None:
+    """Replay puts them in the place of the choice, before a rank's share of it is taken."""
+    ((ids,),) = tokens((2, 6))
+    backend = r3_pass.backend("eager", mode="both")
+    assert r3_pass.verify.self_test(torch.compile(model(as_sentinels).train(), backend=backend), backend, ids).ok

@@ -67,6 +67,15 @@ def test_what_an_adapter_takes_care_of_is_not_refused(deployment: Deployment) ->
     session.detach()
 
 
+def test_a_self_test_needs_a_batch_of_the_adapter() -> None:
+    session = r3_pass.runtime.attach(Engine(decoder(config={"num_experts_per_tok": 2}), Deployment()))
+    with pytest.raises(
+        RefusedConfiguration, match=r"Attach to a compiled model .* or give the engine's adapter a `probe`"
+    ):
+        session.self_test()
+    session.detach()
+
+
 def test_all_that_applies_is_named_at_once() -> None:
     with pytest.raises(RefusedConfiguration, match=r"(?s)pipeline parallel.*context parallel"):
         check_deployment(Deployment(pipeline_parallel=2, context_parallel=2))

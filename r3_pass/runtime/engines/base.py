@@ -46,8 +46,9 @@ What an adapter must get right, each of which some recorder got wrong before:
    request through the engine's own error channel; what `step` raises stops the engine, since no later row could be trusted.
 6. **What cannot be recorded is said, not tried**: `deployment` states how the engine runs (pipeline parallel, KV offload, ...),
    and `attach` refuses by it. On tensor-parallel ranks other than 0 the session is idle: the same adapter runs there, and
-   `finish`, `abort` and `extract` return None. On a pipeline stage `finish` and `abort` return that stage's `StageRows`, which the
-   adapter sends to where the output is built, for `merge_stages`.
+   `finish`, `abort` and `extract` return None. Ranks must stay in lockstep: a prefix hit that raises on rank 0 fails the request
+   on all of them. With a `probe`, `session.self_test()` compares their choices at start-up. On a pipeline stage `finish` and
+   `abort` return that stage's `StageRows`, which the adapter sends to where the output is built, for `merge_stages`.
 7. **`uninstall` leaves the engine as it was**, also while its thread runs. A session calls it without holding its own lock.
 """
 
