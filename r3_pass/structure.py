@@ -181,6 +181,11 @@ def _lists(model: nn.Module, banks: list[str], separate: list[str], counts: dict
     return Lists(frozenset(layers), frozenset(separate), nested)
 
 
+_PACKED = -1
+"""Stands among the choices that a block's weights score for what a packed one scores: an engine that keeps a weight in a kernel's
+own layout leaves a parameter of no elements in its place."""
+
+
 def _banks(model: nn.Module, weights: list[tuple[str, torch.Tensor]]) -> list[str]:
     """Parameters [E, ., .] beside a weight that scores E choices, in the same outermost block."""
     scored: dict[tuple[str, int] | None, set[int]] = {}
@@ -222,12 +227,16 @@ def _outermost(name: str) -> tuple[str, int] | None:
 
 def _scores(tensor: torch.Tensor) -> tuple[int, ...]:
     """How many choices a weight could score."""
+    if tensor.shape == (0,) and isinstance(tensor, nn.Parameter):
+        return (_PACKED,)
     return tuple(tensor.shape) if tensor.dim() == 2 and tensor.is_floating_point() else ()
 
 
 def _is_bank(model: nn.Module, name: str, tensor: torch.Tensor, scored: set[int]) -> bool:
     if tensor.dim() < 3 or tensor.shape[0] < 2 or _is_convolution(model, name):
         return False
+    if _PACKED in scored and min(tensor.shape[1:]) > 1:
+        return True
     return any(tensor.shape[0] <= size <= 2 * tensor.shape[0] for size in scored)  # a gate may be padded, or score more
 
 

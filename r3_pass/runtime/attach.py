@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from r3_pass.backend import Backend
 from r3_pass.binding import goes_through
 from r3_pass.errors import NoRouterFound, RefusedConfiguration, UnsupportedEngine
+from r3_pass.report import GraphRecord
 from r3_pass.runtime.coverage import Reasons
 from r3_pass.runtime.engines import ADAPTERS
 from r3_pass.runtime.engines.base import EngineAdapter
@@ -64,7 +66,16 @@ def attach(
     model, found = unwrap(engine)
     chosen = backend if isinstance(backend, Backend) else found
     _refuse_model(model)
-    return Session(model, _device_of(model), num_slots, max_tokens, num_layers, reasons=_reasons(chosen), call=engine)
+    return Session(
+        model,
+        _device_of(model),
+        num_slots,
+        max_tokens,
+        num_layers,
+        reasons=_reasons(chosen),
+        call=engine,
+        graphs=_graphs(chosen),
+    )
 
 
 def _attach_engine(engine: Any, backend: Backend | str | None, num_layers: int | None) -> Session:
@@ -84,6 +95,9 @@ def _attach_engine(engine: Any, backend: Backend | str | None, num_layers: int |
                 "Drive the steps yourself with attach(compiled_model, num_slots=...), or write an adapter on "
                 "r3_pass.runtime.engines.base.EngineAdapter and attach that."
             )
+        there: Session | None = known.connect(engine)
+        if there is not None:
+            return there
         adapter = known(engine)  # type: ignore[call-arg]  # adapters are built from the engine
     session: Session | None = None
     try:
@@ -101,11 +115,20 @@ def _attach_engine(engine: Any, backend: Backend | str | None, num_layers: int |
 def _session_of(adapter: EngineAdapter, backend: Backend | str | None, num_layers: int | None) -> Session:
     _refuse_model(adapter.model)
     theirs = next((b for b in adapter.backends if isinstance(b, Backend)), None)
-    reasons = _reasons(backend if isinstance(backend, Backend) else theirs)
+    chosen = backend if isinstance(backend, Backend) else theirs
     device = _device_of(adapter.model)
     if not adapter.deployment.exports:
         return IdleSession(adapter.model, adapter.num_slots, num_layers, adapter)
-    return Session(adapter.model, device, adapter.num_slots, adapter.max_tokens, num_layers, adapter, reasons)
+    return Session(
+        adapter.model,
+        device,
+        adapter.num_slots,
+        adapter.max_tokens,
+        num_layers,
+        adapter,
+        _reasons(chosen),
+        graphs=_graphs(chosen),
+    )
 
 
 def unwrap(compiled: Any) -> tuple[nn.Module, Backend | None]:
@@ -113,7 +136,7 @@ def unwrap(compiled: Any) -> tuple[nn.Module, Backend | None]:
     seen: Any = compiled
     backend: Backend | None = None
     for _ in range(8):
-        backend = backend or _backend_of(seen)
+        backend = backend or backend_of(seen)
         inner = getattr(seen, "_orig_mod", None)
         if inner is None and not isinstance(seen, nn.Module):
             inner = (
@@ -133,7 +156,7 @@ def unwrap(compiled: Any) -> tuple[nn.Module, Backend | None]:
     return seen, backend
 
 
-def _backend_of(wrapper: Any) -> Backend | None:
+def backend_of(wrapper: Any) -> Backend | None:
     """Our backend inside a torch.compile wrapper; None if it is somewhere else or another one."""
     seen = getattr(wrapper, "dynamo_ctx", None)
     for name in (
@@ -151,6 +174,10 @@ def _backend_of(wrapper: Any) -> Backend | None:
             if isinstance(found, Backend):
                 return found
     return None
+
+
+def _graphs(backend: Backend | None) -> Callable[[], Iterable[GraphRecord]]:
+    return tuple if backend is None else lambda: tuple(backend.graphs)
 
 
 def _reasons(backend: Backend | None) -> Reasons | None:

@@ -121,6 +121,12 @@ class EngineAdapter(ABC):
     def accepts(cls, engine: object) -> bool:
         """Whether this adapter knows such objects. Looks at the object; imports no engine."""
 
+    @classmethod
+    def connect(cls, engine: Any) -> Any:
+        """A session of this engine that is there already: made as the engine started, or in another process of it. `attach` returns
+        it as it is. None: `attach` makes one."""
+        return None
+
     @property
     @abstractmethod
     def model(self) -> nn.Module:
