@@ -13,7 +13,7 @@ import dataclasses
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -130,11 +130,12 @@ class Binding:
         lay_out: Callable[[tuple[int, ...], int], None],
         mark: bool = True,
         num_layers: int | None = None,
+        experts: Mapping[str, int] | None = None,
     ) -> None:
         self.model = model
         self._unmarked: dict[int, tuple[Any, Owner]] | None = None if mark else {}
         self.device = device
-        self.structure: Structure = inspect(model)
+        self.structure: Structure = inspect(model, experts)
         self.container: str | None = self.structure.main_container
         self.buffer: Tensor | None = None
         self.state = torch.zeros(0, dtype=torch.int32)

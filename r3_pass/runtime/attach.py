@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -113,7 +113,7 @@ def _attach_engine(engine: Any, backend: Backend | str | None, num_layers: int |
 
 
 def _session_of(adapter: EngineAdapter, backend: Backend | str | None, num_layers: int | None) -> Session:
-    _refuse_model(adapter.model)
+    _refuse_model(adapter.model, adapter.experts)
     theirs = next((b for b in adapter.backends if isinstance(b, Backend)), None)
     chosen = backend if isinstance(backend, Backend) else theirs
     device = _device_of(adapter.model)
@@ -198,8 +198,8 @@ def _reasons(backend: Backend | None) -> Reasons | None:
     return why
 
 
-def _refuse_model(model: nn.Module) -> None:
-    structure = inspect(model)
+def _refuse_model(model: nn.Module, experts: Mapping[str, int] | None = None) -> None:
+    structure = inspect(model, experts)
     flagged = getattr(getattr(model, "config", None), "is_encoder_decoder", False) or getattr(
         text_config(model), "is_encoder_decoder", False
     )

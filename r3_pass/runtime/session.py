@@ -75,7 +75,8 @@ class Session:
         self._graphs = graphs
         self._hooked: dict[int, HookedRouter] = {}
         self._delivery = Delivery(device)
-        self._store = SlotStore(model, device, num_layers, lambda g: self._delivery.laid_out(g, self.version))
+        experts = adapter.experts if adapter is not None else None
+        self._store = SlotStore(model, device, num_layers, lambda g: self._delivery.laid_out(g, self.version), experts)
         self._binding = self._store.binding
         self._delivery.named = self._binding.named
         self._steps = Steps(self._lock, device, self._store, self._delivery, reasons)

@@ -44,14 +44,13 @@ def qwen3_moe() -> Any:
     return _seeded(transformers.Qwen3MoeForCausalLM(config))
 
 
-def deepseek_v3() -> Any:
-    """Layer 0 is dense; sigmoid scores with a bias, chosen in groups; a shared expert; latent attention."""
-    config = transformers.DeepseekV3Config(
-        **_SIZES, num_key_value_heads=2, n_routed_experts=EXPERTS, n_group=4, topk_group=2, n_shared_experts=1,
-        first_k_dense_replace=1, q_lora_rank=None, kv_lora_rank=32, qk_rope_head_dim=32, qk_nope_head_dim=32, v_head_dim=32,
-        norm_topk_prob=True, routed_scaling_factor=1.0,
+def glm4_moe() -> Any:
+    """DeepSeek-V3's routing behind plain attention: layer 0 is dense; sigmoid scores with a bias, in groups; a shared expert."""
+    config = transformers.Glm4MoeConfig(
+        **_SIZES, num_key_value_heads=1, head_dim=32, n_routed_experts=EXPERTS, n_group=4, topk_group=2, n_shared_experts=1,
+        first_k_dense_replace=1, norm_topk_prob=True, routed_scaling_factor=1.0, use_qk_norm=True,
     )  # fmt: skip
-    return _seeded(transformers.DeepseekV3ForCausalLM(config))
+    return _seeded(transformers.Glm4MoeForCausalLM(config))
 
 
 def dense() -> Any:
@@ -133,7 +132,11 @@ class Truth:
     def check_rows(self, rows: Any, tokens: Sequence[int], name: str = "") -> int:
         assert isinstance(rows, np.ndarray), (name, rows)
         want, margins = self.of(tokens)
-        assert rows.dtype == np.int16 and rows.shape == (len(tokens) - 1, *want.shape[1:]), (name, rows.dtype, rows.shape)
+        assert rows.dtype == np.int16 and rows.shape == (len(tokens) - 1, *want.shape[1:]), (
+            name,
+            rows.dtype,
+            rows.shape,
+        )
         differ = (np.sort(rows, -1) != want[:-1]).any((1, 2))
         # A near-tie in one token changes what the later ones attend to, a little: their own margins still hold.
         wrong = np.flatnonzero(differ & (margins[:-1] > MARGIN))
@@ -168,7 +171,10 @@ def prompts(number: int = 10, seed: int = 1) -> list[dict[str, list[int]]]:
     """Lengths 3 to 130; most begin like others, one is whole blocks, the last two repeat earlier ones."""
     draw = np.random.default_rng(seed)
     shared = [draw.integers(1, VOCAB, n).tolist() for n in (70, 33, 16)]
-    made = [shared[i % 3][: draw.integers(1, 80)] + draw.integers(1, VOCAB, draw.integers(2, 60)).tolist() for i in range(max(number - 3, 2))]
+    made = [
+        shared[i % 3][: draw.integers(1, 80)] + draw.integers(1, VOCAB, draw.integers(2, 60)).tolist()
+        for i in range(max(number - 3, 2))
+    ]
     made += [shared[0][:64], list(made[0]), list(made[1])]
     return [{"prompt_token_ids": tokens} for tokens in made]
 

@@ -51,7 +51,7 @@ What an adapter must get right, each of which some recorder got wrong before:
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -141,6 +141,11 @@ class EngineAdapter(ABC):
     @abstractmethod
     def max_tokens(self) -> int | None:
         """Tokens of the largest forward, padding included. None as above."""
+
+    @property
+    def experts(self) -> Mapping[str, int] | None:
+        """Name of a weight of each layer's experts, and how many they are, where the engine knows; None: found in the modules."""
+        return None
 
     @property
     def backends(self) -> tuple[object, ...]:

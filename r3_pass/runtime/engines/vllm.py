@@ -13,18 +13,20 @@ vLLM is never imported here: an engine of it brings its own classes. Where the e
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 from torch import nn
 
+from r3_pass import errors
 from r3_pass.backend import Backend
-from r3_pass.errors import NoRouterFound, PartialCapture, R3Error, RefusedConfiguration, UnsupportedEngine
+from r3_pass.errors import NoRouterFound, PartialCapture, R3Error, RefusedConfiguration
 from r3_pass.runtime.engines.base import EngineAdapter, WrapPoints
 from r3_pass.runtime.engines.vllm_compile import VllmBackend
 from r3_pass.runtime.engines.vllm_routers import Router, find_routers
@@ -59,7 +61,7 @@ def __getattr__(name: str) -> Any:
 
 
 def compilation_config() -> dict[str, Any]:
-    """For `LLM(..., compilation_config=...)`: vLLM compiles with our backend, in the one mode that leaves a backend its whole graph."""
+    """For `LLM(..., compilation_config=...)`: our backend, in the one mode that leaves a backend its whole graph."""
     return {"mode": 2, "backend": BACKEND}
 
 
@@ -68,15 +70,17 @@ class VllmAdapter(EngineAdapter):
 
     Args:
         engine: `LLM`, `LLMEngine` or `EngineCore` with the core in this process, or a worker.
+        captured: CUDA graphs, if the engine uses them, were captured before.
     """
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, captured: bool = True) -> None:
         super().__init__()
         core = core_of(engine)
         self.worker = worker_of(core) if core is not None else engine
         self._scheduler = core.scheduler if core is not None else None
         self._front = engine if hasattr(engine, "_run_engine") else None
         self._config = self.worker.vllm_config
+        self._captured = captured
         check_version()
         check_config(self._config)
         self.runner = self.worker.model_runner
@@ -131,7 +135,11 @@ class VllmAdapter(EngineAdapter):
     @property
     def max_tokens(self) -> int | None:
         sizes = self._config.compilation_config.cudagraph_capture_sizes or [0]
-        return max(int(self.runner.max_num_tokens), *sizes)
+        return max(int(n) for n in (self.runner.max_num_tokens, *sizes))
+
+    @property
+    def experts(self) -> Mapping[str, int]:
+        return {r.weight_name: r.num_experts for r in find_routers(self.model)}
 
     @property
     def backends(self) -> tuple[object, ...]:
@@ -139,22 +147,16 @@ class VllmAdapter(EngineAdapter):
 
     @property
     def deployment(self) -> Deployment:
-        parallel = self._config.parallel_config
-        return Deployment(
-            pipeline_parallel=parallel.pipeline_parallel_size,
-            context_parallel=max(parallel.prefill_context_parallel_size, parallel.decode_context_parallel_size),
-            tensor_parallel=parallel.tensor_parallel_size,
-            gathered_tokens=parallel.data_parallel_size > 1,
-            moves_kv=self._config.kv_transfer_config is not None,
-            token_slots=self._slots is not None,
-        )
+        return dataclasses.replace(deployment_of(self._config), token_slots=self._slots is not None)
 
     def _compiled_with(self) -> Iterator[Backend]:
         from r3_pass.runtime.attach import backend_of
 
         for module in self.model.modules():
             wrapper = vars(module).get("_compiled_callable")
-            for cell in getattr(wrapper, "__closure__", None) or ():  # of a compiled function, Dynamo's context is there
+            for cell in (
+                getattr(wrapper, "__closure__", None) or ()
+            ):  # of a compiled function, Dynamo's context is there
                 found = backend_of(SimpleNamespace(dynamo_ctx=cell.cell_contents))
                 if found is not None:
                     yield found
@@ -222,7 +224,11 @@ class VllmAdapter(EngineAdapter):
             return result
 
         self._changes = 0
-        for owner, names in ((self.model, ("load_weights",)), (self.runner, ("reload_weights",)), (self.worker, _UPDATES)):
+        for owner, names in (
+            (self.model, ("load_weights",)),
+            (self.runner, ("reload_weights",)),
+            (self.worker, _UPDATES),
+        ):
             for name in names:
                 if hasattr(owner, name):
                     self.wraps.wrap(owner, name, changed)
@@ -255,8 +261,8 @@ class VllmAdapter(EngineAdapter):
             missing = [r for r in routers if r.layer not in session.written]
             lines = "".join(f"\n  layer {r.layer} ({r.module}): {reasons.get(r.layer, _INLINED)}" for r in missing)
             raise RefusedConfiguration(
-                f"{len(missing)} of {len(routers)} MoE layers of {type(self.model).__name__} can be recorded neither from a graph nor "
-                f"by the engine's hook:{lines}\nWhat to do: {_SWITCH}.\n{error}"
+                f"{len(missing)} of {len(routers)} MoE layers of {type(self.model).__name__} can be recorded neither from a graph "
+                f"nor by the engine's hook:{lines}\nWhat to do: {_SWITCH}.\n{error}"
             ) from error
 
     def _probe(self, session: Any) -> None:
@@ -269,8 +275,7 @@ class VllmAdapter(EngineAdapter):
     def _refuse_captured(self) -> None:
         """CUDA graphs that were captured before lack the operator that records."""
         mode = self._config.compilation_config.cudagraph_mode
-        captured = getattr(self.worker, "r3_pass_captured", True)
-        if self.runner.device.type != "cpu" and captured and mode is not None and mode.name != "NONE":
+        if self.runner.device.type != "cpu" and self._captured and mode is not None and mode.name != "NONE":
             raise RefusedConfiguration(
                 f"CUDA graphs were captured before attach (cudagraph_mode={mode.name}), and hold nothing that records. Set "
                 "R3_PASS_VLLM=1 in the environment before the engine starts: the plug-in attaches before they are captured."
@@ -314,6 +319,18 @@ def check_version() -> None:
         )  # fmt: skip
 
 
+def deployment_of(config: Any) -> Deployment:
+    """What vLLM's configuration says of the deployment."""
+    parallel = config.parallel_config
+    return Deployment(
+        pipeline_parallel=parallel.pipeline_parallel_size,
+        context_parallel=max(parallel.prefill_context_parallel_size, parallel.decode_context_parallel_size),
+        tensor_parallel=parallel.tensor_parallel_size,
+        gathered_tokens=parallel.data_parallel_size > 1,
+        moves_kv=config.kv_transfer_config is not None,
+    )
+
+
 def check_config(config: Any) -> None:
     """What the table of deployments does not name.
 
@@ -327,7 +344,11 @@ def check_config(config: Any) -> None:
             "enable_return_routed_experts is on: the engine's own flag and r3_pass would both fill routed_experts",
             "Switch one of them off",
         ),
-        (parallel.tensor_parallel_size > 1, f"tensor_parallel_size={parallel.tensor_parallel_size} was not tested", "Use 1"),
+        (
+            parallel.tensor_parallel_size > 1,
+            f"tensor_parallel_size={parallel.tensor_parallel_size} was not tested",
+            "Use 1",
+        ),
         (parallel.use_ubatching, "microbatches (DBO) run a layer twice in one forward", "Switch them off"),
         (
             speculative is not None and speculative.method != "ngram",
@@ -344,31 +365,44 @@ def check_config(config: Any) -> None:
             "kv_sharing_fast_prefill runs some layers over a part of the tokens",
             "Switch it off",
         ),
-        (config.model_config.runner_type != "generate", f"the runner is {config.model_config.runner_type!r}", "Generate"),
-        (config.ec_transfer_config is not None, "encoder outputs come from another instance", "Serve from one instance"),
+        (
+            config.model_config.runner_type != "generate",
+            f"the runner is {config.model_config.runner_type!r}",
+            "Generate",
+        ),
+        (
+            config.ec_transfer_config is not None,
+            "encoder outputs come from another instance",
+            "Serve from one instance",
+        ),
     )
     found = "".join(f"\n  {what}. {instead}." for applies, what, instead in checks if applies)
     if found:
         raise RefusedConfiguration(f"vLLM cannot be recorded as it is configured:{found}")
 
 
-def raise_errors(errors: dict[str, str], outputs: Any = None) -> None:
+def raise_errors(found: dict[str, str], outputs: Any = None) -> None:
     """Raise the first of the errors that kept rows from their requests, by its own class.
 
     Raises: R3Error with all outputs, tokens included, as its attribute `outputs`.
     """
-    if not errors:
+    if not found:
         return
-    request_id, text = next(iter(errors.items()))
+    request_id, text = next(iter(found.items()))
     name, _, message = text.partition(": ")
-    kind = getattr(importlib.import_module("r3_pass.errors"), name, R3Error)
-    error: R3Error = kind(f"request {request_id!r} has no routed_experts ({len(errors)} in all): {message}")
+    error = error_of(name, f"request {request_id!r} has no routed_experts ({len(found)} in all): {message}")
     error.__dict__["outputs"] = outputs
     raise error
+
+
+def error_of(name: str, message: str) -> R3Error:
+    """An error of the family by its class's name, as it came from another process."""
+    made: R3Error = getattr(errors, name, R3Error)(message)
+    return made
 
 
 def _forward_context() -> Any:
     return importlib.import_module("vllm.forward_context").get_forward_context()
 
 
-__all__ = ["TESTED", "UnsupportedEngine", "VllmAdapter", "compilation_config"]
+__all__ = ["TESTED", "VllmAdapter", "compilation_config"]

@@ -53,13 +53,18 @@ class Router:
         found: nn.Parameter = next(self._runner.routed_experts.parameters())
         return found
 
+    @property
+    def weight_name(self) -> str:
+        name, _ = next(self._runner.routed_experts.named_parameters())
+        return f"{self.module}.routed_experts.{name}"
+
     def set(self, hook: Callable[..., None] | None) -> None:
         self._runner.router.set_capture_fn(hook)
 
 
 def find_routers(model: nn.Module) -> list[Router]:
     """Every MoE layer of a model of vLLM, in order."""
-    structure = inspect(model)
+    structure = inspect(model, {})  # what the lists of blocks are; experts are told by the routers found here
     found = []
     for name, module in model.named_modules():
         if not any(c.__name__ == "MoERunner" for c in type(module).__mro__):

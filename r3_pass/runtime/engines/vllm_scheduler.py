@@ -1,9 +1,9 @@
 """The half that runs beside vLLM's scheduler: rows of each request, and into its outputs.
 
-    update_from_output(scheduled, output)   output.r3_pass holds the step's rows; each EngineCoreOutput gets those that its new tokens
-                                            complete, as vLLM's own flag does, and the front end joins them
-    _preempt_request(request)               rows that are there stay what they are
-    _free_request(request)                  finished or aborted: its rows go, after its last output
+    update_from_output(scheduled, output)  output.r3_pass holds the step's rows; each EngineCoreOutput gets those that its new
+                                           tokens complete, as vLLM's own flag does, and the front end joins them
+    _preempt_request(request)              rows that are there stay what they are
+    _free_request(request)                 finished or aborted: its rows go, after its last output
 
 The worker may be another process, and rows come with its output: O(new rows) a step whatever a request's length. A request whose
 rows cannot be complete is named in `errors`; its tokens go on, its `routed_experts` stay None.
@@ -36,6 +36,7 @@ class RouteDelivery:
 
     Attributes:
         scheduler: vLLM's.
+        claimed: an `attach` in another process has returned a session for it.
         errors: of requests that ended without all of their rows: id -> what was wrong; the last 1024.
     """
 
@@ -43,9 +44,10 @@ class RouteDelivery:
         for name in HOOKS:
             if not hasattr(scheduler, name):
                 raise UnsupportedEngine(
-                    f"{type(scheduler).__module__}.{type(scheduler).__name__} has no {name!r}: not a scheduler that the adapter knows."
+                    f"{type(scheduler).__module__}.{type(scheduler).__name__} has no {name!r}: no scheduler that the adapter knows."
                 )
         self.errors: dict[str, str] = {}
+        self.claimed = False
         self.scheduler = scheduler
         self._wraps = WrapPoints()
         self._table: SequenceTable | None = None
@@ -125,7 +127,9 @@ class RouteDelivery:
 
     def _followed(self, step: StepRows, requests: dict[str, Any]) -> SegmentBatch:
         """The step's segments; rows of requests that ended meanwhile, or are refused, are nobody's."""
-        if all(i in requests for i in step.request_ids) and not (self._refused and set(step.request_ids) & set(self._refused)):
+        if all(i in requests for i in step.request_ids) and not (
+            self._refused and set(step.request_ids) & set(self._refused)
+        ):
             return SegmentBatch(step.request_ids, step.starts, step.lengths)
         kept = [i in requests and i not in self._refused for i in step.request_ids]
         names: list[Hashable] = [i if keep else _Nobody() for i, keep in zip(step.request_ids, kept, strict=True)]
@@ -144,7 +148,10 @@ class RouteDelivery:
             if request is None:
                 continue
             if request.resumable:
-                self._refuse([request.request_id], "RefusedConfiguration: streamed input changes the tokens of a running request.")
+                self._refuse(
+                    [request.request_id],
+                    "RefusedConfiguration: streamed input changes the tokens of a running request.",
+                )
             if request.request_id not in self._refused:
                 start, stop = self._first(request), request.num_tokens - 1
                 if stop > start:
@@ -156,7 +163,9 @@ class RouteDelivery:
         assert self._table is not None
         short = [d for d in due if self._table.end(d[1]) < d[3]]
         for _, request_id, _, stop in short:
-            self._refuse([request_id], f"MissingRoutes: {stop} rows were expected, {self._table.end(request_id)} exist.")
+            self._refuse(
+                [request_id], f"MissingRoutes: {stop} rows were expected, {self._table.end(request_id)} exist."
+            )
             self._report(request_id)
         due = [d for d in due if d not in short]
         rows = self._table.read([(request_id, start, stop) for _, request_id, start, stop in due])
@@ -169,7 +178,9 @@ class RouteDelivery:
     def _first(self, request: Any) -> int:
         """The first position whose row was not sent: callers may ask for those from a position of the prompt on."""
         sent = self._sent.get(request.request_id)
-        return sent if sent is not None else int(getattr(request.sampling_params, "routed_experts_prompt_start", 0) or 0)
+        return (
+            sent if sent is not None else int(getattr(request.sampling_params, "routed_experts_prompt_start", 0) or 0)
+        )
 
     def _report(self, request_id: str) -> None:
         self.errors[request_id] = self._refused[request_id]

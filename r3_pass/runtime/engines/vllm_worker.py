@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import numpy as np
@@ -22,12 +22,20 @@ import numpy.typing as npt
 from r3_pass.errors import BufferLayoutError, MissingRoutes, StaleRoutes, UnsupportedEngine
 from r3_pass.runtime.engines.base import RecordingSession, Rows, WrapPoints
 from r3_pass.runtime.engines.vllm_slots import BlockSlots, Slots
-from r3_pass.runtime.sequences import Segment
+from r3_pass.runtime.sequences import SegmentBatch
 
 OUTPUT = "r3_pass"
 """Attribute of a ModelRunnerOutput: the StepRows of its step."""
 
-HOOKS = ("execute_model", "sample_tokens", "_model_forward", "_dummy_run", "input_batch", "query_start_loc", "kv_cache_config")
+HOOKS = (
+    "execute_model",
+    "sample_tokens",
+    "_model_forward",
+    "_dummy_run",
+    "input_batch",
+    "query_start_loc",
+    "kv_cache_config",
+)
 """What is wrapped or read on the model runner."""
 
 
@@ -65,15 +73,15 @@ class _Launched:
         self.key = ("step", number)
         self.ids, self.starts, self.lengths = ids, starts, lengths
         self.hits: list[Hit] = []
-        self.waiting: list[tuple[str, object, int]] = []  # hits on their way: request, name in the session, rows
+        self.waiting: list[tuple[str, Hashable, int]] = []  # hits on their way: request, name in the session, rows
 
     def collect(self, session: RecordingSession) -> StepRows:
         rows = session.finish(self.key, int(self.lengths.sum()) + 1)
         for request_id, name, length in self.waiting:
             try:
-                self.hits.append(Hit(request_id, session.finish(name, length + 1)))  # type: ignore[arg-type]
+                self.hits.append(Hit(request_id, session.finish(name, length + 1)))
             except (StaleRoutes, MissingRoutes) as error:
-                session.abort(name, 1)  # type: ignore[arg-type]
+                session.abort(name, 1)
                 self.hits.append(_failed(request_id, error))
         return StepRows(self.ids, self.starts, self.lengths, rows, self.hits)
 
@@ -138,7 +146,7 @@ class StepRecorder:
         mapping = self._mapping(tokens, new)
         if not self._checked and begun:
             self._check(mapping, launched, begun)
-        with session.step(mapping, [Segment(launched.key, 0, new)]):
+        with session.step(mapping, SegmentBatch((launched.key,), (0,), (new,))):
             result = forward(*args, **kwargs)
         for request_id, blocks, start in begun:
             if start:
@@ -220,8 +228,8 @@ class StepRecorder:
         wanted = self.slots.of(blocks)[start : start + length]
         if not np.array_equal(mapping[first : first + length], wanted):
             raise BufferLayoutError(
-                f"request {request_id!r}: its blocks in KV cache group {self.slots.group} are slots {wanted[:4]}..., attention writes "
-                f"{mapping[first : first + 4]}...: this version of vLLM numbers slots in another way."
+                f"request {request_id!r}: its blocks in KV cache group {self.slots.group} are slots {wanted[:4]}..., attention "
+                f"writes {mapping[first : first + 4]}...: this version of vLLM numbers slots in another way."
             )
 
     def _hit(self, session: RecordingSession, launched: _Launched, request_id: str, slots: Slots) -> None:
