@@ -233,10 +233,14 @@ def test_no_hook_on_a_router(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         "why_not",
         property(lambda self: "its kernel routes inside" if self.layer == 2 else ""),
     )
-    with pytest.raises(RefusedConfiguration, match=r"1 of 2 MoE layers .*\n  layer 2 \(model.layers.2.mlp.experts\): its kernel"):
+    with pytest.raises(
+        RefusedConfiguration, match=r"1 of 2 MoE layers .*\n  layer 2 \(model.layers.2.mlp.experts\): its kernel"
+    ):
         r3_pass.runtime.attach(llm)
     assert not _wrapped(llm)
-    assert all(m.router.capture_fn is None for m in _worker(llm).model_runner.get_model().modules() if hasattr(m, "router"))
+    assert all(
+        m.router.capture_fn is None for m in _worker(llm).model_runner.get_model().modules() if hasattr(m, "router")
+    )
 
 
 def test_a_worker_that_sends_no_rows(llm: Any, session: Any, monkeypatch: pytest.MonkeyPatch) -> None:

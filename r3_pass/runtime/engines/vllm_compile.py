@@ -15,7 +15,7 @@ from torch._dynamo.aot_compile_types import SerializableCallable
 
 from r3_pass.backend import Backend
 from r3_pass.errors import RefusedConfiguration
-from r3_pass.inner import Compiled
+from r3_pass.inner import Compiled, Inner
 
 
 class RoutingGraph(SerializableCallable):
@@ -40,8 +40,8 @@ class RoutingGraph(SerializableCallable):
 class VllmBackend(Backend):
     """One for each model that vLLM compiles, so that a report is of one model."""
 
-    def __init__(self) -> None:
-        super().__init__("inductor", "record")
+    def __init__(self, inner: Inner = "inductor") -> None:
+        super().__init__(inner, "record")
 
     def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Compiled:
         compiled = super().__call__(module, example_inputs, **options)

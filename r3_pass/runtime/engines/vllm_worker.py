@@ -250,4 +250,6 @@ def _with_rows(output: Any, launched: _Launched, session: RecordingSession) -> A
 
 def _failed(request_id: str, error: Exception) -> Hit:
     why = "its prefix is in cached blocks without rows (cached before attach, or under other weights)"
-    return Hit(request_id, None, f"{type(error).__name__}: {why}; the engine's reset_prefix_cache() clears them. {error}")
+    return Hit(
+        request_id, None, f"{type(error).__name__}: {why}; the engine's reset_prefix_cache() clears them. {error}"
+    )
