@@ -21,9 +21,9 @@ MODE, FOLDER = sys.argv[1:3] if len(sys.argv) > 2 else ("", "")
 if MODE and MODE not in ("off", "native"):
     os.environ["R3_PASS_VLLM"] = "1"
 if MODE == "native":  # vLLM's own flag needs Model Runner V2, which needs Triton: its interpreter stands in
+    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_USE_V2_MODEL_RUNNER="1", TRITON_INTERPRET="1")
     import triton.backends
 
-    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_USE_V2_MODEL_RUNNER="1", TRITON_INTERPRET="1")
     triton.backends.backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True), compiler=None)
 
 sys.path.insert(0, str(Path(__file__).parent))

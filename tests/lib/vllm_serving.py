@@ -53,6 +53,16 @@ def glm4_moe() -> Any:
     return _seeded(transformers.Glm4MoeForCausalLM(config))
 
 
+def gpt_oss() -> Any:
+    """Two groups of KV blocks, of which that of full attention is the second."""
+    sizes = {k: v for k, v in _SIZES.items() if k not in ("moe_intermediate_size", "num_hidden_layers")}
+    config = transformers.GptOssConfig(
+        **sizes, num_hidden_layers=4, num_key_value_heads=1, head_dim=32, num_local_experts=EXPERTS, sliding_window=32,
+        layer_types=["full_attention", "sliding_attention"] * 2,
+    )  # fmt: skip
+    return _seeded(transformers.GptOssForCausalLM(config))
+
+
 def dense() -> Any:
     sizes = {k: v for k, v in _SIZES.items() if "moe" not in k and "experts" not in k}
     return _seeded(transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes, num_key_value_heads=1, head_dim=32)))
