@@ -132,6 +132,8 @@ def off() -> None:
     assert changed == [], changed
     message = refused(r3_pass.runtime.attach, llm)
     assert "R3_PASS_VLLM=1" in message
+    os.environ["R3_PASS_VLLM"] = "1"  # too late
+    assert "did not load r3_pass's plug-in" in refused(r3_pass.runtime.attach, llm)
     assert all(o.outputs[0].routed_experts is None for o in generate(llm))
 
 

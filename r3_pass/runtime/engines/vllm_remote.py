@@ -6,6 +6,7 @@ session = await r3_pass.runtime.attach(async_llm)     # AsyncLLM; its first requ
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 from collections.abc import AsyncIterator, Callable, Generator
@@ -80,7 +81,12 @@ class RemoteSession:
         self._call("detach")
 
     def _call(self, what: str, argument: Any = None) -> Any:
-        return _result(self._client.call_utility(CALL, what, json.dumps(argument)))
+        try:
+            answer = self._client.call_utility(CALL, what, json.dumps(argument))
+        except Exception as error:
+            _explain(error)
+            raise
+        return _result(answer)
 
     def _run_engine(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         outputs = run(*args, **kwargs)
@@ -94,16 +100,16 @@ class AsyncRemoteSession:
     def __init__(self, engine: Any, client: Any) -> None:
         self._client = client
         self._wraps = WrapPoints()
-        self._attached = False
+        self._attaching: asyncio.Future[Any] | None = None
         self._wraps.wrap(engine, "generate", self._generate)
 
     def __await__(self) -> Generator[Any, None, AsyncRemoteSession]:
         return self._attach().__await__()
 
     async def _attach(self) -> AsyncRemoteSession:
-        if not self._attached:
-            await self._call("attach", {"r3_pass": __version__})
-            self._attached = True
+        if self._attaching is None:  # once, for all requests that come first together
+            self._attaching = asyncio.ensure_future(self._call("attach", {"r3_pass": __version__}))
+        await asyncio.shield(self._attaching)
         return self
 
     async def describe(self) -> Description:
@@ -124,7 +130,12 @@ class AsyncRemoteSession:
         await self._call("detach")
 
     async def _call(self, what: str, argument: Any = None) -> Any:
-        return _result(await self._client.call_utility_async(CALL, what, json.dumps(argument)))
+        try:
+            answer = await self._client.call_utility_async(CALL, what, json.dumps(argument))
+        except Exception as error:
+            _explain(error)
+            raise
+        return _result(answer)
 
     async def _generate(self, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         await self._attach()
@@ -142,6 +153,18 @@ def _result(answer: str) -> Any:
     if "error" in found:
         raise error_of(*found["error"])
     return found["result"]
+
+
+def _explain(error: Exception) -> None:
+    """vLLM says of a method that is not there what Python says, in a plain Exception.
+
+    Raises: RefusedConfiguration if that is what it is.
+    """
+    if f"no attribute '{CALL}'" in str(error):
+        raise RefusedConfiguration(
+            f"{SWITCH} is set, and the engine core did not load r3_pass's plug-in. Install r3_pass in the engine's environment, "
+            f"set {SWITCH}=1 before it starts, and if VLLM_PLUGINS is set, name r3_pass in it."
+        ) from error
 
 
 def _report(found: dict[str, Any]) -> RemoteReport:

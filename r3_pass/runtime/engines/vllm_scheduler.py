@@ -171,7 +171,7 @@ class RouteDelivery:
         rows = self._table.read([(request_id, start, stop) for _, request_id, start, stop in due])
         done = 0
         for output, request_id, start, stop in due:
-            output.routed_experts = rows[done : done + stop - start]
+            output.routed_experts = rows[done : done + stop - start].copy()  # a view would keep the whole step's rows
             done += stop - start
             self._sent[request_id] = stop
 
