@@ -13,8 +13,8 @@ import dataclasses
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,6 @@ from torch.utils.weak import TensorWeakRef
 from r3_pass import streams
 from r3_pass.errors import BufferLayoutError, RefusedConfiguration
 from r3_pass.passes.site import Accepted, Rejected
-from r3_pass.passes.witness import Witnesses
 from r3_pass.structure import Block, Structure, inspect, named_weights, numbered
 
 _OWNER = "_r3_owner"
@@ -73,6 +72,18 @@ class Place:
     problem: str = ""
 
 
+class Sites(Protocol):
+    """What is placed by the weights of a call: a graph's sites (`Witnesses`), or the layer of an engine's hook.
+
+    Attributes:
+        gates, experts: for each site, which of the weights are its router's and its experts'.
+    """
+
+    sites: tuple[Accepted, ...]
+    gates: list[list[int]]
+    experts: list[list[int]]
+
+
 @dataclasses.dataclass
 class Placement:
     """A graph's sites, placed by the weights of one call.
@@ -82,7 +93,7 @@ class Placement:
         stored: those that are some layer's.
     """
 
-    graph: Witnesses
+    graph: Sites
     weights: tuple[Any, ...]
     problems: dict[str, None]
     numbers: tuple[int, ...]
@@ -92,7 +103,7 @@ class Placement:
     def stored(self) -> tuple[int, ...]:
         return tuple(n for n in self.numbers if n >= 0)
 
-    def stands(self, graph: Witnesses, weights: tuple[Any, ...]) -> bool:
+    def stands(self, graph: Sites, weights: tuple[Any, ...]) -> bool:
         return self.graph is graph and all(a is b for a, b in zip(self.weights, weights, strict=True))
 
 
@@ -120,11 +131,12 @@ class Binding:
         lay_out: Callable[[tuple[int, ...], int], None],
         mark: bool = True,
         num_layers: int | None = None,
+        experts: Mapping[str, int] | None = None,
     ) -> None:
         self.model = model
         self._unmarked: dict[int, tuple[TensorWeakRef, Owner]] | None = None if mark else {}
         self.device = device
-        self.structure: Structure = inspect(model)
+        self.structure: Structure = inspect(model, experts)
         self.container: str | None = self.structure.main_container
         self.buffer: Tensor | None = None
         self.state = torch.zeros(0, dtype=torch.int32)
@@ -319,7 +331,7 @@ class Binding:
         return [placement.columns for placement in self._placements.values()]
 
     # ---- calls of compiled graphs -------------------------------------------------------------------------------
-    def place(self, graph: Witnesses, weights: tuple[Any, ...], placed: dict[tuple[int, Place], None]) -> Placement:
+    def place(self, graph: Sites, weights: tuple[Any, ...], placed: dict[tuple[int, Place], None]) -> Placement:
         """The columns that a graph's sites write, for the weights of this call."""
         key = (id(graph), id(weights[0]))
         placement = self._placements.get(key)
@@ -332,7 +344,7 @@ class Binding:
         self.problems.update(placement.problems)
         return placement
 
-    def _place(self, graph: Witnesses, weights: tuple[Any, ...], placed: dict[tuple[int, Place], None]) -> Placement:
+    def _place(self, graph: Sites, weights: tuple[Any, ...], placed: dict[tuple[int, Place], None]) -> Placement:
         if not all(self._hangs_as_named(w) for w in weights):
             self.claim()
         places = tuple(self._place_site(graph, number, weights) for number in range(len(graph.sites)))
@@ -391,7 +403,7 @@ class Binding:
         except AttributeError:  # the module is gone
             return False
 
-    def _place_site(self, graph: Witnesses, number: int, weights: tuple[Any, ...]) -> Place:
+    def _place_site(self, graph: Sites, number: int, weights: tuple[Any, ...]) -> Place:
         """Which block's routing this is: by the gate, then by the experts, then by the module path it was traced in."""
         site = graph.sites[number]
         gate = [o for i in graph.gates[number] if (o := self._owner(weights[i])) is not None]
