@@ -146,6 +146,8 @@ class Backend:
         if not found.sites:
             plain = compile_with(self.inner, module, example_inputs, options)
             return RefusedGraph(plain, refused, module, self.replays) if refused else plain
+        if _split_for_ddp():
+            return self._leave(module, example_inputs, refused, record, options, _SPLIT)
         if self.mode == "record":
             fused = fuse(module, found.sites) if self.fuse_router else Fused(module, found.sites, ())
             record.unfused = fused.reasons
@@ -159,10 +161,7 @@ class Backend:
         device = _device_of(found.sites)
         made = force(module, found.sites, device, broken=bool(getattr(reason, "graph_break", False)))
         if isinstance(made, str):
-            more = [Rejected(s.selections[0].name, made, True, s.module, s.gate) for s in found.sites]
-            record.found = Match((), (*found.rejected, *more))
-            plain = compile_with(self.inner, module, example_inputs, options)
-            return RefusedGraph(plain, [*refused, *more], module, self.replays)
+            return self._leave(module, example_inputs, refused, record, options, made)
         for occurrence, why in zip(made.occurrences, made.unforced, strict=True):
             if why:
                 site = occurrence.site
@@ -193,10 +192,7 @@ class Backend:
         device = _device_of(sites)
         rewritten = rewrite(module, sites, device)
         if isinstance(rewritten, str):
-            more = [Rejected(s.selections[0].name, rewritten, True, s.module, s.gate) for s in sites]
-            record.found = Match((), (*found.rejected, *more))
-            plain = compile_with(self.inner, module, example_inputs, options)
-            return RefusedGraph(plain, [*refused, *more], module, self.replays)
+            return self._leave(module, example_inputs, refused, record, options, rewritten)
         record.keep(module, rewritten.module)
         fakes = [value(node) for node in rewritten.added]
         recording = compile_with(self.inner, rewritten.module, [*example_inputs, *fakes], options)
@@ -206,6 +202,22 @@ class Backend:
         compiled = CompiledGraph(plain, recording, rewritten.tokens, witnesses, refused, device)
         record.placed = compiled.placed
         return compiled
+
+    def _leave(
+        self,
+        module: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        refused: Sequence[Rejected],
+        record: GraphRecord,
+        options: dict[str, Any],
+        why: str,
+    ) -> Compiled:
+        """Compile a graph as it is, its sites refused for one reason."""
+        found = record.found
+        more = [Rejected(s.selections[0].name, why, True, s.module, s.gate) for s in found.sites]
+        record.found = Match((), (*found.rejected, *more))
+        plain = compile_with(self.inner, module, example_inputs, options)
+        return RefusedGraph(plain, [*refused, *more], module, self.replays)
 
     def report(self) -> Report:
         """What was captured in the graphs compiled so far, and what was rejected and why."""
@@ -247,6 +259,18 @@ class Backend:
         if inner is not None and not isinstance(inner, nn.Module):
             raise ValueError(f"model is the torch.nn.Module that is replayed, got {type(model).__name__}")
         return Replay(self.replays, routes, inner, on_bad_row)
+
+
+_SPLIT = (
+    "Dynamo split the graph for DistributedDataParallel, which takes one compiled function for each part, with one backward. "
+    "Compile the blocks by themselves (block.compile(backend=backend)), or set torch._dynamo.config.optimize_ddp = False"
+)
+
+
+def _split_for_ddp() -> bool:
+    """Whether who called the backend runs what it returns once on fake tensors, and counts its backwards (DDPOptimizer)."""
+    context = torch._guards.TracingContext.try_get()
+    return context is not None and context.fakify_first_call
 
 
 def _texts(refused: Sequence[Rejected]) -> list[str]:

@@ -13,16 +13,16 @@ import dataclasses
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
 
 from r3_pass import streams
 from r3_pass.errors import BufferLayoutError, RefusedConfiguration
 from r3_pass.passes.site import Accepted, Rejected
-from r3_pass.passes.witness import Witnesses
 from r3_pass.structure import Block, Structure, inspect, named_weights, numbered
 
 _OWNER = "_r3_owner"
@@ -72,6 +72,18 @@ class Place:
     problem: str = ""
 
 
+class Sites(Protocol):
+    """What is placed by the weights of a call: a graph's sites (`Witnesses`), or the layer of an engine's hook.
+
+    Attributes:
+        gates, experts: for each site, which of the weights are its router's and its experts'.
+    """
+
+    sites: tuple[Accepted, ...]
+    gates: list[list[int]]
+    experts: list[list[int]]
+
+
 @dataclasses.dataclass
 class Placement:
     """A graph's sites, placed by the weights of one call.
@@ -81,7 +93,7 @@ class Placement:
         stored: those that are some layer's.
     """
 
-    graph: Witnesses
+    graph: Sites
     weights: tuple[Any, ...]
     problems: dict[str, None]
     numbers: tuple[int, ...]
@@ -91,7 +103,7 @@ class Placement:
     def stored(self) -> tuple[int, ...]:
         return tuple(n for n in self.numbers if n >= 0)
 
-    def stands(self, graph: Witnesses, weights: tuple[Any, ...]) -> bool:
+    def stands(self, graph: Sites, weights: tuple[Any, ...]) -> bool:
         return self.graph is graph and all(a is b for a, b in zip(self.weights, weights, strict=True))
 
 
@@ -119,11 +131,12 @@ class Binding:
         lay_out: Callable[[tuple[int, ...], int], None],
         mark: bool = True,
         num_layers: int | None = None,
+        experts: Mapping[str, int] | None = None,
     ) -> None:
         self.model = model
-        self._unmarked: dict[int, tuple[Any, Owner]] | None = None if mark else {}
+        self._unmarked: dict[int, tuple[TensorWeakRef, Owner]] | None = None if mark else {}
         self.device = device
-        self.structure: Structure = inspect(model)
+        self.structure: Structure = inspect(model, experts)
         self.container: str | None = self.structure.main_container
         self.buffer: Tensor | None = None
         self.state = torch.zeros(0, dtype=torch.int32)
@@ -172,7 +185,14 @@ class Binding:
             else:
                 names.setdefault(id(weight), (weight, []))
         if self._unmarked is not None:
-            self._unmarked = {id(w): (w, Owner(self, tuple(found))) for w, found in names.values()}
+            known = {id(w): (TensorWeakRef(w), Owner(self, tuple(found))) for w, found in names.values()}
+            for (
+                key,
+                held,
+            ) in self._unmarked.items():  # a weight that FSDP gathers comes back with each forward of its block
+                if key not in known and held[1].names and held[0]() is not None:
+                    known[key] = held
+            self._unmarked = known
             return False
         for weight, _ in names.values():
             owner = owner_of(weight)
@@ -213,10 +233,23 @@ class Binding:
 
     def _owner(self, weight: Any) -> Owner | None:
         if self._unmarked is not None:
-            held = self._unmarked.get(id(weight))
-            return held[1] if held is not None and held[0] is weight else None
+            ref, found = self._unmarked.get(id(weight), (None, None))
+            if ref is None or found is None or ref() is not weight:
+                return None
+            return found if not found.names or self._hangs(weight, found.names[0]) else None
         owner = owner_of(weight)
         return owner if owner is not None and owner.binding is self else None
+
+    def _hangs(self, weight: Any, name: str) -> bool:
+        """Whether the model has a weight under a name."""
+        *path, last = name.split(".")
+        module = self.model
+        for part in path:
+            child = module._modules.get(part)
+            if child is None:
+                return False
+            module = child
+        return module._parameters.get(last) is weight or module._buffers.get(last) is weight
 
     def _link(self, weight: Any) -> None:
         """Remember each module on the way from the model to a weight that names a layer."""
@@ -298,7 +331,7 @@ class Binding:
         return [placement.columns for placement in self._placements.values()]
 
     # ---- calls of compiled graphs -------------------------------------------------------------------------------
-    def place(self, graph: Witnesses, weights: tuple[Any, ...], placed: dict[tuple[int, Place], None]) -> Placement:
+    def place(self, graph: Sites, weights: tuple[Any, ...], placed: dict[tuple[int, Place], None]) -> Placement:
         """The columns that a graph's sites write, for the weights of this call."""
         key = (id(graph), id(weights[0]))
         placement = self._placements.get(key)
@@ -311,7 +344,7 @@ class Binding:
         self.problems.update(placement.problems)
         return placement
 
-    def _place(self, graph: Witnesses, weights: tuple[Any, ...], placed: dict[tuple[int, Place], None]) -> Placement:
+    def _place(self, graph: Sites, weights: tuple[Any, ...], placed: dict[tuple[int, Place], None]) -> Placement:
         if not all(self._hangs_as_named(w) for w in weights):
             self.claim()
         places = tuple(self._place_site(graph, number, weights) for number in range(len(graph.sites)))
@@ -370,7 +403,7 @@ class Binding:
         except AttributeError:  # the module is gone
             return False
 
-    def _place_site(self, graph: Witnesses, number: int, weights: tuple[Any, ...]) -> Place:
+    def _place_site(self, graph: Sites, number: int, weights: tuple[Any, ...]) -> Place:
         """Which block's routing this is: by the gate, then by the experts, then by the module path it was traced in."""
         site = graph.sites[number]
         gate = [o for i in graph.gates[number] if (o := self._owner(weights[i])) is not None]

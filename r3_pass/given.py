@@ -180,10 +180,10 @@ class Given:
 
         Raises: InvalidRoutes if the rows are not those of so many tokens.
         """
+        self._use()
         known = self._laid.get((tokens, device))
         if known is not None:
             return known
-        self._use()
         laid = self.routes
         if self.rows != tokens:
             lengths = self.sequences or 1

@@ -36,6 +36,7 @@ from r3_pass.given import Given, OnBadRow
 from r3_pass.inner import Compiled
 from r3_pass.passes.replay import Forced
 from r3_pass.passes.witness import Witnesses
+from r3_pass.regions import Context, running
 from r3_pass.registry.dataflow import plain, value
 
 _ADVICE = (
@@ -76,12 +77,14 @@ class Replays:
         fallback: rows of each layer that were bad and went to the live router.
         marks: by weight, forwards that may yet be recomputed. Grad mode tells graphs apart, so these stand here.
         last: by weight, whether its last forward was replayed.
+        regions: by reentrant region that may yet be recomputed, and by weight, the replayed forwards in it.
         device: where the last graph that was compiled routes; routes are checked there.
     """
 
     def __init__(self) -> None:
         self.marks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self.last: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self.regions: weakref.WeakKeyDictionary[Context, dict[int, _Mark]] = weakref.WeakKeyDictionary()
         self.lock = threading.RLock()
         self.forwards: Counter[int] = Counter()
         self.fallback: Counter[int] = Counter()
@@ -345,7 +348,11 @@ class ForcedGraph:
         recomputes = torch._C._current_graph_task_id() != -1
         hooked = torch.is_grad_enabled() and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         number = self.replays.number(replay.given) if replay is not None and hooked else 0
-        if recomputes:
+        if not hooked and (recomputes or (replay is not None and not torch.is_grad_enabled())):
+            linked = self._link(weights[0], replay)
+        else:
+            linked = False
+        if recomputes and not linked:
             self._expect(weights[0], number, hooked, replay is not None)
         if replay is not None and binding is not None:
             results = self._force(replay, binding, weights, args, recomputes)
@@ -380,6 +387,26 @@ class ForcedGraph:
         return results
 
     # ---- recomputation ------------------------------------------------------------------------------------------
+    def _link(self, weight: Tensor, replay: Replay | None) -> bool:
+        """Hold the second run of a reentrant region against its first, and remember a first one.
+
+        Returns: whether this is a second run. Raises if it takes other routes.
+        """
+        forwards, backward = running()
+        if not forwards and backward is None:
+            return False
+        regions, given = self.replays.regions, replay.given if replay is not None else None
+        number = self.replays.number(given)
+        if backward is not None:
+            mark = regions.get(backward, {}).get(id(weight))
+            if number != (mark.number if mark is not None else 0):
+                raise _other_routes(replay is not None)
+        if given is not None:
+            with self.replays.lock:
+                for region in forwards:
+                    regions.setdefault(region, {})[id(weight)] = _Mark(number, given)
+        return backward is not None
+
     def _expect(self, weight: Tensor, number: int, hooked: bool, replayed: bool) -> None:
         """Raises if a recomputation in the backward takes other routes than every forward that may need one."""
         marks = {mark.number for mark in self.replays.marks.get(weight, ())}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from types import CodeType
 
@@ -22,7 +23,7 @@ class SiteEntry:
         layer: decoder layer; None as long as no call has shown which one it is (a graph that serves several layers).
         module: module path of the router.
         num_experts, top_k, form: as the matcher decided.
-        graph: number of the graph, in order of compilation.
+        graph: number of the graph, in order of compilation; None where no graph shows the router, and the engine's own hook tells.
         proved: False where the ids leave the graph before they reach experts; the model's structure confirms those.
         fused: with `fuse_router`, whether its routing is one operator; None without.
         unfused: why it is not.
@@ -33,7 +34,7 @@ class SiteEntry:
     num_experts: int
     top_k: int
     form: str
-    graph: int
+    graph: int | None
     proved: bool
     fused: bool | None = None
     unfused: str = ""
@@ -130,8 +131,10 @@ class Report:
         graphs: tuple[GraphRecord, ...],
         replayed: dict[int, int] | None = None,
         fallback_rows: dict[int, int] | None = None,
+        hooked: Sequence[SiteEntry] = (),
     ) -> None:
         self._graphs = graphs
+        self._hooked = hooked
         self.replayed = replayed or {}
         self.fallback_rows = fallback_rows or {}
 
@@ -143,7 +146,8 @@ class Report:
             for entry in record.sites():
                 key = (entry.layer, entry.module, entry.num_experts, entry.top_k, entry.form)
                 unique.setdefault(key, entry)
-        return sorted(unique.values(), key=lambda e: (e.layer is None, e.layer or 0, e.graph))
+        found = [*unique.values(), *self._hooked]
+        return sorted(found, key=lambda e: (e.layer is None, e.layer or 0, e.graph or 0))
 
     @property
     def rejected(self) -> list[RejectedEntry]:
@@ -163,7 +167,8 @@ class Report:
         rows: list[tuple[str, ...]] = [("layer", "module", "form", "experts", "top-k", "graph")]
         for entry in self.sites:
             layer = "?" if entry.layer is None else str(entry.layer)
-            rows.append((layer, entry.module, entry.form, str(entry.num_experts), str(entry.top_k), str(entry.graph)))
+            graph = "-" if entry.graph is None else str(entry.graph)
+            rows.append((layer, entry.module, entry.form, str(entry.num_experts), str(entry.top_k), graph))
         fused = [entry.fused for entry in self.sites]
         if any(f is not None for f in fused):
             rows = [

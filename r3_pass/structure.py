@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -123,12 +124,16 @@ class Structure:
         return found.pop() if len(found) == 1 else None
 
 
-def inspect(model: nn.Module) -> Structure:
-    """Read a model's modules and config. No weight is touched: meta and fake tensors will do."""
+def inspect(model: nn.Module, experts: Mapping[str, int] | None = None) -> Structure:
+    """Read a model's modules and config. No weight is touched: meta and fake tensors will do.
+
+    Args:
+        experts: name of a weight of each layer's experts, and how many they are, where an engine knows; else they are looked for.
+    """
     weights = named_weights(model)
     counts = _layer_counts(model)
-    banks = _banks(model, weights)
-    separate = _expert_lists(model, weights, banks, counts)
+    banks = _banks(model, weights) if experts is None else list(experts)
+    separate = _expert_lists(model, weights, banks, counts) if experts is None else []
     lists = _lists(model, banks, separate, counts)
     blocks: dict[str, int] = {}
     members: dict[Block, list[tuple[str, torch.Tensor]]] = {}
@@ -140,15 +145,23 @@ def inspect(model: nn.Module) -> Structure:
     for alias in _aliases(members):
         blocks.pop(alias)
         members = {block: tensors for block, tensors in members.items() if block.container != alias}
-    experts: dict[Block, Evidence] = {}
+    found: dict[Block, Evidence] = {}
     may_route = not blocks or bool(banks or separate)
     for block, tensors in members.items():
-        evidence = _experts_in(model, block, tensors, separate)
+        evidence = _experts_in(model, block, tensors, separate) if experts is None else _told(experts, block, lists)
         if evidence is not None:
-            experts[block] = evidence
-        may_route = may_route or evidence is not None or _loose_evidence(tensors)
+            found[block] = evidence
+        may_route = may_route or evidence is not None or (experts is None and _loose_evidence(tensors))
     loose = tuple(path for path in (*banks, *separate) if lists.block_of(f"{path}.") is None)
-    return Structure(lists, blocks, experts, loose, counts, _top_k(model), bool(separate), may_route)
+    return Structure(lists, blocks, found, loose, counts, _top_k(model), bool(separate), may_route)
+
+
+def _told(experts: Mapping[str, int], block: Block, lists: Lists) -> Evidence | None:
+    """What an engine says of a block."""
+    for name, count in experts.items():
+        if lists.block_of(name) == block:
+            return Evidence(f"{name.rpartition('.')[0]} holds {count} experts", count, name)
+    return None
 
 
 def numbered(name: str) -> bool:

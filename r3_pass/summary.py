@@ -71,7 +71,7 @@ def twice(routes: Tensor) -> Tensor:
         ordered = routes.sort(-1).values
         return ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any(-1)
     columns = routes.movedim(-1, 0).contiguous()
-    found = torch.zeros(columns.shape[1:], dtype=torch.bool)
+    found = torch.zeros(columns.shape[1:], dtype=torch.bool, device="cpu")
     for j in range(1, len(columns)):
         valid = columns[j] >= 0
         for i in range(j):

@@ -92,7 +92,7 @@ def start(given: Tensor) -> tuple[Tensor, Callable[[], Summary]]:
     summary_kernel[(programs, layers)](given, routes, found, rows, layers, columns, BLOCK=block, K_BLOCK=k_block)
     if not found.is_cuda:  # Triton's interpreter
         return routes, lambda: _read(found)
-    host = pinned(torch.empty(found.shape, dtype=torch.int32)).copy_(found, non_blocking=True)
+    host = pinned(torch.empty(found.shape, dtype=torch.int32, device="cpu")).copy_(found, non_blocking=True)
     done = torch.cuda.Event()
     done.record()
 

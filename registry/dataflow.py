@@ -117,6 +117,19 @@ def written(node: fx.Node) -> list[fx.Node]:
     return [n for n in dict.fromkeys(found) if isinstance(n, fx.Node)]
 
 
+def fills(node: fx.Node) -> fx.Node | None:
+    """The one value that a custom operator without a result writes: `gemm(out!, x, weight) -> ()`. None for any other operator."""
+    if not is_opaque(node):
+        return None
+    target: Any = node.target
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        target = getattr(target, target.overloads()[0])
+    if target._schema.returns:
+        return None
+    changed = written(node)
+    return changed[0] if len(changed) == 1 else None
+
+
 def argument(node: fx.Node, position: int, *names: str, default: Any = None) -> Any:
     """An argument given by position or by any of its keyword names."""
     if len(node.args) > position:
@@ -142,6 +155,8 @@ def dims(node: fx.Node) -> tuple[Dim, ...]:
     seen = value(node)
     if seen is None and node.target is operator.setitem and isinstance(node.args[0], fx.Node):
         return dims(node.args[0])
+    if seen is None and (filled := fills(node)) is not None:
+        return dims(filled)
     if not isinstance(seen, torch.Tensor):
         return ()
     return tuple(plain(s) for s in seen.shape)
@@ -244,7 +259,7 @@ class DataFlow:
             self.outputs.update(read)
         for target in written(node):
             bases = list(self._bases(self.resolve(target)))
-            if is_inplace(node) or "out" in node.kwargs:
+            if is_inplace(node) or "out" in node.kwargs or fills(node) is target:
                 self._latest.update(dict.fromkeys(bases, node))
 
     def _bases(self, node: fx.Node) -> Iterator[fx.Node]:

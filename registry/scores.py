@@ -20,6 +20,7 @@ from r3_pass.registry.dataflow import (
     Dim,
     argument,
     dims,
+    fills,
     is_opaque,
     is_tensor,
     plain,
@@ -496,10 +497,16 @@ def _column_weights(flow: DataFlow, part: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def _weight_operands(flow: DataFlow, node: fx.Node, size: Dim) -> tuple[fx.Node, ...]:
-    """Weights that a custom product takes beside data, one of whose dimensions is the number of outputs."""
+    """Weights that a custom product takes beside data, one of whose dimensions is the number of outputs.
+
+    An engine that packed a weight for its kernel leaves a handle in its place: an integer that hangs on the module.
+    """
     if not any(flow.kind(n) == "data" for n in flow.inputs(node)):
         return ()
-    found = [n for n in flow.inputs(node) if flow.kind(n) == "weight" and len(dims(n)) >= 2 and size in dims(n)]
+    held = [n for n in flow.inputs(node) if flow.kind(n) == "weight" and is_tensor(n)]
+    found = [n for n in held if len(dims(n)) >= 2 and size in dims(n)]
+    if not found and fills(node) is not None:
+        found = [n for n in held if not dims(n) and value(n).dtype == torch.int64]
     return tuple(w for n in found for w in flow.weights(n))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from recording import recording
 from torch import Tensor, nn
 
 import r3_pass
+from r3_pass.binding import Binding
 
 T = 6
 
@@ -52,6 +54,34 @@ def test_a_gate_that_chooses_experts_of_another_block() -> None:
     """Its row went to the gate's layer."""
     with pytest.raises(r3_pass.PartialCapture, match=r"the ids of layers\.1\.mlp\.gate choose experts of layers\.2"):
         rows_of(GateOfTheNext(layers=4).requires_grad_(False))
+
+
+def test_weights_that_come_and_go() -> None:
+    """FSDP hangs a gathered weight in the model while its block runs: known again without a search, but only while it hangs."""
+    model, other = Decoder(), Decoder()
+    binding = Binding(model, torch.device("cpu"), lambda *_: None, mark=False)
+    gate, shard = model.layers[1].mlp.gate, nn.Parameter(torch.zeros(1))
+    gathered = gate.weight
+    gate.weight = shard
+    assert not binding.owns(gathered) and not binding.owns(shard)
+    binding.claim()
+    assert binding.owns(shard) and not binding.owns(gathered)
+    gate.weight = gathered
+    assert binding.owns(gathered) and not binding.owns(shard)
+    gate.weight, other.layers[1].mlp.gate.weight = shard, gathered
+    assert binding.owns(shard) and not binding.owns(gathered), "it is the other model's now"
+    gate.weight = gathered
+    model.layers[1] = other.layers[2]
+    assert not binding.owns(gathered), "its block is gone"
+    model.layers[1].mlp.gate.weight = gathered
+    assert binding.owns(gathered)
+    del gathered, gate, shard, other
+    model.layers[1] = model.layers[2]
+    binding.claim()
+    gc.collect()
+    held = {id(weight) for weight in model.parameters()}
+    binding.claim()
+    assert set(binding._unmarked or ()) == held, "weights that are gone are forgotten"
 
 
 # ---- ids that leave the graph ---------------------------------------------------------------------------------------

@@ -263,6 +263,15 @@ def test_every_integer_type_is_copied(dtype: str) -> None:
         assert (given.routes.movedim(1, 0).numpy() == numbers).all()
 
 
+def test_another_default_device() -> None:
+    """Programs that set one (a GPU, mostly) have their routes on the host all the same."""
+    routes = changed(0, [5, 6, 5])()
+    want = outcome(Given, routes, "live")
+    with torch.device("meta"):
+        assert outcome(Given, routes, "live") == want
+        assert outcome(Given, routes.numpy(), "live") == want
+
+
 # ---- on a GPU --------------------------------------------------------------------------------------------------------
 @pytest.mark.cuda
 @pytest.mark.parametrize("where", ["cpu", "pinned", "cuda"])
@@ -291,6 +300,8 @@ def test_on_a_gpu(where: str, dtype: torch.dtype, columns: int) -> None:
 
         assert outcome(make, held, "live", 128, columns) == want
         assert outcome(busy, held, "live", 128, columns) == want
+        with torch.device(device):
+            assert outcome(make, held, "live", 128, columns) == want
         on_gpu = make(held, "live")
         assert not rows or not on_gpu.same(make(torch.full_like(held, 3), "live"))
         assert on_gpu.same(busy(held, "live")) and busy(held, "live").same(Given(routes, "live"))

@@ -50,6 +50,7 @@ def test_wheel_through_the_sdist_holds_every_package_file(tmp_path: Path) -> Non
     assert {name for name in names if not name.startswith(info)} == package_files(ROOT)
     assert f"{info}/licenses/LICENSE" in names
     assert dict(entry_points["torch_dynamo_backends"]) == {"r3_pass": "r3_pass.backend:r3_pass"}
+    assert dict(entry_points["vllm.general_plugins"]) == {"r3_pass": "r3_pass.runtime.engines.vllm_plugin:register"}
 
 
 @pytest.mark.parametrize("folder", ["passes", "registry"])

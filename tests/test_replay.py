@@ -459,8 +459,9 @@ def test_backward_outside_of_the_context(reentrant: bool) -> None:
         loss.backward()
 
 
-def test_backward_in_the_context_of_another_forward() -> None:
-    it, ids = Checkpointed(), prompt(T)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_backward_in_the_context_of_another_forward(reentrant: bool) -> None:
+    it, ids = Checkpointed(reentrant), prompt(T)
     with it.replay(routes_for(1)):
         loss = it.loss(ids)
     with (
@@ -471,17 +472,19 @@ def test_backward_in_the_context_of_another_forward() -> None:
         loss.backward()
 
 
-def test_a_live_forward_with_a_backward_in_a_context() -> None:
-    it, ids = Checkpointed(), prompt(T)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_live_forward_with_a_backward_in_a_context(reentrant: bool) -> None:
+    it, ids = Checkpointed(reentrant), prompt(T)
     loss = it.loss(ids)
     with pytest.raises(r3_pass.RefusedConfiguration, match="routes"), it.replay(routes_for(2)):
         it.loss(ids)
         loss.backward()
 
 
-def test_live_training_stays_possible() -> None:
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_live_training_stays_possible(reentrant: bool) -> None:
     """A replayed step, then a live one with checkpointing, and a live one while a replayed forward still waits."""
-    it, ids = Checkpointed(), prompt(T)
+    it, ids = Checkpointed(reentrant), prompt(T)
     it.loss(ids).backward()
     want = it.gradients()
     with it.replay(routes_for()):
@@ -522,8 +525,9 @@ def test_a_graph_with_several_outputs_under_checkpointing() -> None:
     assert worst(*found)[0] == 0
 
 
+@pytest.mark.parametrize("last_first", [False, True])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_interleaved_pipeline_schedule(reentrant: bool) -> None:
+def test_interleaved_pipeline_schedule(reentrant: bool, last_first: bool) -> None:
     """Two micro-batches in flight: forward, forward, backward, backward, each inside of its own routes."""
     it = Checkpointed(reentrant)
     ids = [prompt(T, seed=n) for n in range(2)]
@@ -534,10 +538,63 @@ def test_interleaved_pipeline_schedule(reentrant: bool) -> None:
         with it.replay(rows):
             losses.append(it.loss(one))
     it.model.zero_grad()
-    for loss, rows in zip(losses, routes, strict=True):
+    for loss, rows in list(zip(losses, routes, strict=True))[:: -1 if last_first else 1]:
         with it.replay(rows.clone()):  # an equal copy will do
             loss.backward()
     assert worst(it.gradients(), {name: want[0][name] + want[1][name] for name in want[0]})[0] < 1e-5
+
+
+def test_reentrant_checkpoints_know_their_own_forward() -> None:
+    """Forwards of one layer in flight: the last of them says nothing about the one that is run again."""
+    it, ids = Checkpointed(reentrant=True), prompt(T)
+    live = it.loss(ids)
+    with it.replay(routes_for(1)):
+        first = it.loss(ids)
+        again = it.loss(ids)
+        with torch.no_grad():
+            it.loss(ids)  # old log-probabilities are no checkpoint
+    with it.replay(routes_for(2)):
+        with torch.no_grad():
+            it.loss(ids)
+        with pytest.raises(r3_pass.RefusedConfiguration, match="by other routes than its forward"):
+            first.backward()
+        with pytest.raises(r3_pass.RefusedConfiguration, match="by other routes than its forward"):
+            live.backward()
+    with pytest.raises(r3_pass.RefusedConfiguration, match="live, and its forward was replayed"):
+        again.backward()
+    want = oracle(it.model, ids, routes_for(1))[1]
+    it.model.zero_grad()
+    with it.replay(routes_for(1)):
+        first, again = it.loss(ids), it.loss(ids)
+        it.loss(ids)
+        first.backward(), again.backward()
+    assert worst(it.gradients(), {name: 2 * grad for name, grad in want.items()})[0] < 1e-5
+
+
+def test_reentrant_checkpoints_within_each_other() -> None:
+    """The inner region's forward runs again in the backward of the outer one."""
+    it, ids, routes = Checkpointed(reentrant=True), prompt(T), routes_for(1)
+    want = oracle(it.model, ids, routes)
+    it.model.zero_grad()
+
+    def inner(x: Tensor) -> Tensor:
+        return torch.utils.checkpoint.checkpoint(it.model.layers[1], it.model.layers[0](x), use_reentrant=True)
+
+    def loss() -> Tensor:
+        x = torch.utils.checkpoint.checkpoint(inner, it.model.embed(ids), use_reentrant=True)
+        return loss_of(it.model.head(it.model.layers[2](x)))
+
+    with it.replay(routes):
+        loss().backward()
+    assert worst(it.gradients(), want[1])[0] < 1e-5
+    with it.replay(routes):
+        waiting = loss()
+    with (
+        pytest.raises(r3_pass.RefusedConfiguration, match="by other routes than its forward"),
+        it.replay(routes_for(2)),
+    ):
+        it.loss(ids)
+        waiting.backward()
 
 
 def test_one_context_is_entered_again_for_its_backward() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, get_args
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from r3_pass.backend import Backend
 from r3_pass.binding import goes_through
 from r3_pass.errors import NoRouterFound, RefusedConfiguration, UnsupportedEngine
+from r3_pass.report import GraphRecord
 from r3_pass.runtime.coverage import Reasons
 from r3_pass.runtime.engines import ADAPTERS
 from r3_pass.runtime.engines.base import EngineAdapter
@@ -74,7 +76,15 @@ def attach(
     device = _device_of(model)
     _check_placement(placement, device)
     return Session(
-        model, device, num_slots, max_tokens, num_layers, reasons=_reasons(chosen), call=engine, placement=placement
+        model,
+        device,
+        num_slots,
+        max_tokens,
+        num_layers,
+        reasons=_reasons(chosen),
+        call=engine,
+        placement=placement,
+        graphs=_graphs(chosen),
     )
 
 
@@ -102,6 +112,9 @@ def _attach_engine(engine: Any, backend: Backend | str | None, num_layers: int |
                 "Drive the steps yourself with attach(compiled_model, num_slots=...), or write an adapter on "
                 "r3_pass.runtime.engines.base.EngineAdapter and attach that."
             )
+        there: Session | None = known.connect(engine)
+        if there is not None:
+            return there
         adapter = known(engine)  # type: ignore[call-arg]  # adapters are built from the engine
     session: Session | None = None
     try:
@@ -122,11 +135,12 @@ def _session_of(
     deployment = adapter.deployment
     dense_stage = deployment.is_stage and not routes(adapter.model)
     if not dense_stage:
-        _refuse_model(adapter.model)
+        _refuse_model(adapter.model, adapter.experts)
     theirs = next((b for b in adapter.backends if isinstance(b, Backend)), None)
-    reasons = _reasons(backend if isinstance(backend, Backend) else theirs)
+    chosen = backend if isinstance(backend, Backend) else theirs
     device = _device_of(adapter.model)
     _check_placement(placement, device)
+    reasons = _reasons(chosen)
     if not deployment.exports:
         return IdleSession(adapter.model, device, adapter.num_slots, num_layers, adapter)
     if dense_stage:
@@ -134,7 +148,15 @@ def _session_of(
     if deployment.is_stage:
         return StageSession(adapter.model, device, num_layers, adapter, reasons, placement)
     return Session(
-        adapter.model, device, adapter.num_slots, adapter.max_tokens, num_layers, adapter, reasons, placement=placement
+        adapter.model,
+        device,
+        adapter.num_slots,
+        adapter.max_tokens,
+        num_layers,
+        adapter,
+        reasons,
+        placement=placement,
+        graphs=_graphs(chosen),
     )
 
 
@@ -143,7 +165,7 @@ def unwrap(compiled: Any) -> tuple[nn.Module, Backend | None]:
     seen: Any = compiled
     backend: Backend | None = None
     for _ in range(8):
-        backend = backend or _backend_of(seen)
+        backend = backend or backend_of(seen)
         inner = getattr(seen, "_orig_mod", None)
         if inner is None and not isinstance(seen, nn.Module):
             inner = (
@@ -163,7 +185,7 @@ def unwrap(compiled: Any) -> tuple[nn.Module, Backend | None]:
     return seen, backend
 
 
-def _backend_of(wrapper: Any) -> Backend | None:
+def backend_of(wrapper: Any) -> Backend | None:
     """Our backend inside a torch.compile wrapper; None if it is somewhere else or another one."""
     seen = getattr(wrapper, "dynamo_ctx", None)
     for name in (
@@ -181,6 +203,10 @@ def _backend_of(wrapper: Any) -> Backend | None:
             if isinstance(found, Backend):
                 return found
     return None
+
+
+def _graphs(backend: Backend | None) -> Callable[[], Iterable[GraphRecord]]:
+    return tuple if backend is None else lambda: tuple(backend.graphs)
 
 
 def _reasons(backend: Backend | None) -> Reasons | None:
@@ -201,8 +227,8 @@ def _reasons(backend: Backend | None) -> Reasons | None:
     return why
 
 
-def _refuse_model(model: nn.Module) -> None:
-    structure = inspect(model)
+def _refuse_model(model: nn.Module, experts: Mapping[str, int] | None = None) -> None:
+    structure = inspect(model, experts)
     flagged = getattr(getattr(model, "config", None), "is_encoder_decoder", False) or getattr(
         text_config(model), "is_encoder_decoder", False
     )

@@ -145,6 +145,17 @@ class IdleSession(Session):
     def versions(self, request_id: Hashable) -> NoReturn:
         self._refuse("versions")
 
+    def report(self) -> NoReturn:
+        self._refuse("report")
+
+    def hook(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self._refuse("hook")
+
+    @property
+    def written(self) -> tuple[int, ...]:
+        """None."""
+        return ()
+
     def read(self, slots: Slots) -> NoReturn:
         self._refuse("read")
 

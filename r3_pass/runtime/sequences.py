@@ -128,6 +128,19 @@ class SequenceTable:
         pointers: Numbers = self._pointers.reshape(-1, _PAGE)[pages].reshape(-1)
         return pointers[:end]
 
+    def read(self, ranges: Sequence[tuple[Hashable, int, int]]) -> Rows:
+        """Rows of positions start .. stop - 1 of each (request, start, stop), one after the other; the requests keep them.
+
+        Takes O(rows), whatever the requests' lengths. Each position must have a row that has arrived.
+
+        Returns: int16 [sum of stop - start, M, K], a copy.
+        """
+        indices = np.array([self._index[request_id] for request_id, _, _ in ranges], dtype=np.int64)
+        starts = np.array([start for _, start, _ in ranges], dtype=np.int64)
+        lengths = np.array([stop - start for _, start, stop in ranges], dtype=np.int64)
+        numbers = self._pointers[self._where(*_spread(indices, starts, lengths))]
+        return self.rows.take(numbers)
+
     def check(self, batch: SegmentBatch) -> None:
         """Raise what `extend` would raise now, and change nothing.
 

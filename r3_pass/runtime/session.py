@@ -20,11 +20,13 @@ from torch import nn
 
 from r3_pass.description import DTYPE, Description, describe_tag, fingerprint
 from r3_pass.errors import R3Error, RefusedConfiguration
+from r3_pass.report import GraphRecord, Report, SiteEntry
 from r3_pass.runtime.agreement import agree, check_group
 from r3_pass.runtime.arrivals import past_experts
 from r3_pass.runtime.coverage import Reasons
 from r3_pass.runtime.delivery import Delivery
 from r3_pass.runtime.engines.base import NO_PROBE, EngineAdapter
+from r3_pass.runtime.hooked import FORM, HookedRouter
 from r3_pass.runtime.inputs import batch_of, count, distinct, first_position, token_count
 from r3_pass.runtime.inputs import length as length_of
 from r3_pass.runtime.memory import Placement
@@ -60,6 +62,7 @@ class Session:
         reasons: Reasons | None = None,
         call: Any = None,
         placement: Placement = "device",
+        graphs: Callable[[], Iterable[GraphRecord]] = tuple,
     ) -> None:
         if num_slots is not None:
             num_slots, max_tokens = (
@@ -73,9 +76,12 @@ class Session:
         self._device = device
         self._adapter = adapter
         self._call = call
+        self._graphs = graphs
+        self._hooked: dict[int, HookedRouter] = {}
         self._delivery = Delivery(device)
+        experts = adapter.experts if adapter is not None else None
         self._store = SlotStore(
-            model, device, num_layers, lambda g: self._delivery.laid_out(g, self.version), placement
+            model, device, num_layers, lambda g: self._delivery.laid_out(g, self.version), placement, experts
         )
         self._binding = self._store.binding
         self._delivery.named = self._binding.named
@@ -138,6 +144,16 @@ class Session:
                 r3_pass=__version__,
             )
 
+    def report(self) -> Report:
+        """What is recorded of each layer and which way it takes: the graphs that the engine compiled, or a hook of its routers."""
+        with self._lock:
+            self._usable()
+            hooked = [
+                SiteEntry(layer, hook.sites[0].module, hook.sites[0].num_experts, hook.sites[0].top_k, FORM, None, True)
+                for layer, hook in self._hooked.items()
+            ]
+            return Report(tuple(self._graphs()), hooked=hooked)
+
     # ---- steps --------------------------------------------------------------------------------------------------
     def step(self, slot_mapping: Slots, segments: SegmentBatch | Iterable[Segment] = _EMPTY) -> Step:
         """Around exactly one forward of the model.
@@ -163,6 +179,29 @@ class Session:
         self._delivery.collect(buffer, wait=True)
         self._delivery.arrivals.raise_failure()
         return buffer
+
+    def hook(
+        self, layer: int, weight: Callable[[], nn.Parameter], module: str, num_experts: int, top_k: int
+    ) -> HookedRouter:
+        """A function that an engine calls in each forward with the ids [T, top_k] of one layer that no graph shows.
+
+        Args:
+            layer: decoder layer.
+            weight: returns a parameter of the layer's experts as it is now, whose name tells the layer.
+            module: path of the router, for messages.
+            num_experts: how many experts the ids number.
+        """
+        with self._lock:
+            self._usable()
+            self._hooked[layer] = HookedRouter(self._binding, weight, module, num_experts, top_k)
+            return self._hooked[layer]
+
+    @property
+    def written(self) -> tuple[int, ...]:
+        """The decoder layers that the last step's forward was seen to write, whether the step failed or not."""
+        with self._lock:
+            binding = self._binding
+            return tuple(layer for layer, calls in zip(binding.layers, binding.calls, strict=True) if calls)
 
     # ---- requests -----------------------------------------------------------------------------------------------
     def prefix_hit(self, request_id: Hashable, start: int, slots: Slots) -> None:

@@ -5,7 +5,7 @@ Legend: L decoder layers, M stored (MoE) layers, K top-k, S slots.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -32,13 +32,14 @@ class SlotStore:
         num_layers: int | None,
         laid_out: Callable[[Geometry], None],
         placement: Placement = "device",
+        experts: Mapping[str, int] | None = None,
     ) -> None:
-        """Args: laid_out: told of every new layout."""
+        """Args: laid_out: told of every new layout; experts: as `structure.inspect` takes them."""
         self.buffer: SlotBuffer | None = None
         self.mapping: SlotMapping | None = None
         self.num_slots: int | None = None
         self.proved = False
-        self.binding = Binding(model, device, self._lay_out, num_layers=num_layers)
+        self.binding = Binding(model, device, self._lay_out, num_layers=num_layers, experts=experts)
         self._device = device
         self._num_layers = num_layers
         self._laid_out = laid_out

@@ -3,8 +3,8 @@
     python tests/benchmarks/forward_cost.py [--layers 48] [--batch 256] [--out results.json]
 
 Qwen3-30B-A3B's geometry with random weights in bfloat16, served by the reference engine (`examples/engine`): the CUDA graph of a
-decode of `batch` sequences of `context` tokens, Inductor inside. Milliseconds of GPU time per replay; replays of all variants
-alternate, and a figure is the median of the rounds:
+decode of `batch` sequences of `context` tokens, Inductor inside. Milliseconds of GPU time per replay, medians of the rounds;
+replays of each variant alternate with those of "off", and a ratio is the median of the rounds' own:
 
     off      backend="inductor", no session
     on       r3_pass.backend(), inside a step: ids of all layers recorded
@@ -74,7 +74,8 @@ def main() -> None:
     model = build(given.layers, given.hidden, given.experts)
     blocks = -(-given.context // BLOCK)
     graphs: dict[str, torch.cuda.CUDAGraph] = {}
-    steps: list[Any] = []
+    times: dict[str, list[float]] = {}
+    ratios: dict[str, float] = {}
     seconds: dict[str, float] = {}
     for variant in given.variants:
         torch._dynamo.reset()
@@ -88,19 +89,24 @@ def main() -> None:
         torch.cuda.synchronize()
         seconds[variant] = time.perf_counter() - began
         print(f"{variant}: compiled and captured in {seconds[variant]:.0f} s", flush=True)
-        if session is not None:
-            slots = np.arange(given.batch) * BLOCK
-            with session.step(slots):
-                graphs[variant].replay()
-            assert (session.read(slots) >= 0).all(), "a row was not recorded"
-            steps.append(session.step(slots))
-            steps[-1].__enter__()  # open while its graph is timed: every replay records
-    times: dict[str, list[float]] = {variant: [] for variant in graphs}
-    for _ in range(given.rounds):
-        for variant, graph in graphs.items():
-            times[variant].append(microseconds(graph, 5) / 1e3)
+        if session is None:
+            times[variant] = [microseconds(graphs[variant], 5) / 1e3 for _ in range(given.rounds)]
+            continue
+        slots = np.arange(given.batch) * BLOCK
+        with session.step(slots):
+            graphs[variant].replay()
+        assert (session.read(slots).max((0, 2))[list(session.describe().layers)] >= 0).all(), "a layer was not recorded"
+        opened = session.step(slots)
+        opened.__enter__()  # open while its graph is timed: every replay records
+        pairs = [
+            [microseconds(graphs[name], 5) / 1e3 for name in ("off", variant) if name in graphs]
+            for _ in range(given.rounds)
+        ]
+        times[variant] = [pair[-1] for pair in pairs]
+        if "off" in graphs:
+            ratios[variant] = statistics.median(pair[1] / pair[0] for pair in pairs)
+        session.detach()  # two sessions of one model would write each other's rows
     level = {variant: statistics.median(seen) for variant, seen in times.items()}
-    ratios = {variant: value / level["off"] for variant, value in level.items()} if "off" in level else {}
     machine = {
         "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "python": platform.python_version(),
         "transformers": transformers.__version__, "date": datetime.date.today().isoformat(), **vars(given),
@@ -109,7 +115,7 @@ def main() -> None:
     print("\n| | a decode, ms | of off | spread, ms | compiled in, s |\n|---|---|---|---|---|")
     for variant, value in level.items():
         spread = statistics.quantiles(times[variant], n=10)
-        ratio = f"{ratios[variant]:.4f}" if ratios else "-"
+        ratio = f"{ratios[variant]:.4f}" if variant in ratios else "-"
         print(f"| {variant} | {value:.3f} | {ratio} | {spread[-1] - spread[0]:.3f} | {seconds[variant]:.0f} |")
     if given.out:
         found = {"machine": machine, "ms": level, "of off": ratios, "compile seconds": seconds, "all": times}

@@ -2,8 +2,9 @@
 
 from r3_pass.runtime.engines.base import EngineAdapter
 from r3_pass.runtime.engines.transformers import TransformersAdapter
+from r3_pass.runtime.engines.vllm import VllmAdapter
 from r3_pass.runtime.refusals import Deployment
 
-ADAPTERS: tuple[type[EngineAdapter], ...] = (TransformersAdapter,)
+ADAPTERS: tuple[type[EngineAdapter], ...] = (TransformersAdapter, VllmAdapter)
 
-__all__ = ["ADAPTERS", "Deployment", "EngineAdapter", "TransformersAdapter"]
+__all__ = ["ADAPTERS", "Deployment", "EngineAdapter", "TransformersAdapter", "VllmAdapter"]

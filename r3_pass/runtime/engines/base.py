@@ -53,7 +53,7 @@ What an adapter must get right, each of which some recorder got wrong before:
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -130,6 +130,12 @@ class EngineAdapter(ABC):
     def accepts(cls, engine: object) -> bool:
         """Whether this adapter knows such objects. Looks at the object; imports no engine."""
 
+    @classmethod
+    def connect(cls, engine: Any) -> Any:
+        """A session of this engine that is there already: made as the engine started, or in another process of it. `attach` returns
+        it as it is. None: `attach` makes one."""
+        return None
+
     @property
     @abstractmethod
     def model(self) -> nn.Module:
@@ -144,6 +150,11 @@ class EngineAdapter(ABC):
     @abstractmethod
     def max_tokens(self) -> int | None:
         """Tokens of the largest forward, padding included. None as above."""
+
+    @property
+    def experts(self) -> Mapping[str, int] | None:
+        """Name of a weight of each layer's experts, and how many they are, where the engine knows; None: found in the modules."""
+        return None
 
     @property
     def backends(self) -> tuple[object, ...]:

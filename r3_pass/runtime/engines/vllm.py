@@ -1,0 +1,408 @@
+"""Adapter for vLLM 0.32: `attach(llm)`, with the engine core in this process or in others.
+
+    llm = vllm.LLM(model, compilation_config={"mode": 2, "backend": "r3_pass.runtime.engines.vllm.backend"})
+    session = r3_pass.runtime.attach(llm)
+    llm.generate(prompts)[0].outputs[0].routed_experts             # int16 [seq_len - 1, num_layers, top_k]
+
+Each layer takes one of two ways, found by running a dummy batch: the graph, where what our backend compiled shows its routing; the
+engine's own hook on the router, in eager mode and where an operator hides it (CUDA). A layer with neither is refused by name.
+
+vLLM is never imported here: an engine of it brings its own classes. Where the engine core is another process, the plug-in
+(`vllm_plugin`, switched on by R3_PASS_VLLM=1) puts the same two halves there, and `attach` returns what speaks with them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from r3_pass import errors
+from r3_pass.backend import Backend
+from r3_pass.errors import NoRouterFound, PartialCapture, R3Error, RefusedConfiguration
+from r3_pass.runtime.engines.base import EngineAdapter, WrapPoints
+from r3_pass.runtime.engines.vllm_compile import VllmBackend
+from r3_pass.runtime.engines.vllm_routers import Router, find_routers
+from r3_pass.runtime.engines.vllm_scheduler import RouteDelivery
+from r3_pass.runtime.engines.vllm_slots import BlockSlots, find_slots
+from r3_pass.runtime.engines.vllm_worker import StepRecorder
+from r3_pass.runtime.refusals import Deployment
+
+TESTED = ("0.32.0",)
+"""Versions of vLLM that tests/vllm ran on."""
+
+BACKEND = f"{__name__}.backend"
+
+RECORDER = "r3_pass_recorder"
+"""Attribute of a worker: the adapter that records it. DELIVERY, of a scheduler: its RouteDelivery."""
+DELIVERY = "r3_pass_delivery"
+
+_PROBE_TOKENS = 8
+_SWITCH = (
+    f'start vLLM with compilation_config={{"mode": 2, "backend": "{BACKEND}"}}, or with enforce_eager=True, so that the graph or '
+    "the engine's own hook shows the ids"
+)
+
+logger = logging.getLogger(__name__)
+
+
+def __getattr__(name: str) -> Any:
+    """`backend`: a new one each time that vLLM looks it up, once for each model that it compiles."""
+    if name == "backend":
+        return VllmBackend()
+    raise AttributeError(name)
+
+
+def compilation_config() -> dict[str, Any]:
+    """For `LLM(..., compilation_config=...)`: our backend, in the one mode that leaves a backend its whole graph."""
+    return {"mode": 2, "backend": BACKEND}
+
+
+class VllmAdapter(EngineAdapter):
+    """One worker of vLLM, and the scheduler beside it if that is in the same process.
+
+    Args:
+        engine: `LLM`, `LLMEngine` or `EngineCore` with the core in this process, or a worker.
+        captured: CUDA graphs, if the engine uses them, were captured before.
+    """
+
+    def __init__(self, engine: Any, captured: bool = True) -> None:
+        super().__init__()
+        core = core_of(engine)
+        self.worker = worker_of(core) if core is not None else engine
+        self._scheduler = core.scheduler if core is not None else None
+        self._front = engine if hasattr(engine, "_run_engine") else None
+        self._config = self.worker.vllm_config
+        self._captured = captured
+        check_version()
+        check_config(self._config)
+        self.runner = self.worker.model_runner
+        self._slots: BlockSlots | None = find_slots(self.runner.kv_cache_config)
+        self._lock = threading.RLock()
+        self._recorder: StepRecorder | None = None
+        self._hooked: list[Router] = []
+        self.delivery: RouteDelivery | None = None
+        self._front_wraps = WrapPoints()
+        if self._slots is not None:
+            self._recorder = StepRecorder(self.runner, self._slots, _forward_context, self._lock)
+
+    @classmethod
+    def accepts(cls, engine: object) -> bool:
+        return any(
+            c.__module__.startswith("vllm.") and c.__name__ in ("LLM", "LLMEngine", "AsyncLLM", "EngineCore")
+            for c in type(engine).__mro__
+        )
+
+    @classmethod
+    def connect(cls, engine: Any) -> Any:
+        core = core_of(engine)
+        if core is None:
+            from r3_pass.runtime.engines import vllm_remote  # it speaks with this module's halves elsewhere
+
+            return vllm_remote.connect(engine)
+        adapter = getattr(worker_of(core), RECORDER, None)
+        if adapter is None:
+            return None
+        return adapter.claim(core, engine)
+
+    def claim(self, core: Any, engine: Any) -> Any:
+        """The session that the plug-in made when the engine started, for the one `attach`."""
+        if self._front is not None or self.delivery is not None:
+            raise RefusedConfiguration(
+                "a session is attached to this engine already; two would write each other's rows. Call detach() on that one first."
+            )
+        self.delivery = getattr(core.scheduler, DELIVERY, None) or self._deliver(core.scheduler)
+        self._watch(engine)
+        return self.session
+
+    # ---- what a session asks ------------------------------------------------------------------------------------
+    @property
+    def model(self) -> nn.Module:
+        found: nn.Module = self.runner.get_model()
+        return found
+
+    @property
+    def num_slots(self) -> int | None:
+        return None if self._slots is None else self._slots.num_slots
+
+    @property
+    def max_tokens(self) -> int | None:
+        sizes = self._config.compilation_config.cudagraph_capture_sizes or [0]
+        return max(int(n) for n in (self.runner.max_num_tokens, *sizes))
+
+    @property
+    def experts(self) -> Mapping[str, int]:
+        return {r.weight_name: r.num_experts for r in find_routers(self.model)}
+
+    @property
+    def backends(self) -> tuple[object, ...]:
+        return tuple(self._compiled_with())
+
+    @property
+    def deployment(self) -> Deployment:
+        return dataclasses.replace(deployment_of(self._config), token_slots=self._slots is not None)
+
+    def _compiled_with(self) -> Iterator[Backend]:
+        from r3_pass.runtime.attach import backend_of
+
+        for module in self.model.modules():
+            wrapper = vars(module).get("_compiled_callable")
+            for cell in (
+                getattr(wrapper, "__closure__", None) or ()
+            ):  # of a compiled function, Dynamo's context is there
+                found = backend_of(SimpleNamespace(dynamo_ctx=cell.cell_contents))
+                if found is not None:
+                    yield found
+                    break
+
+    # ---- life ---------------------------------------------------------------------------------------------------
+    def install(self, session: Any) -> None:
+        assert self._recorder is not None, "refused by token_slots"
+        self.session = session
+        self._refuse_captured()
+        self._find_ways(session)
+        self._recorder.install(session, self.wraps)
+        self._watch_weights()
+        if self._scheduler is not None:
+            self.delivery = self._deliver(self._scheduler)
+        if self._front is not None:
+            self._watch(self._front)
+        setattr(self.worker, RECORDER, self)
+
+    def uninstall(self) -> None:
+        with self._lock:
+            if self._recorder is not None:
+                self._recorder.close()
+            self.wraps.restore()
+            self._front_wraps.restore()
+            for router in self._hooked:
+                router.set(None)
+            self._hooked = []
+            if self.delivery is not None:
+                self.delivery.uninstall()
+                vars(self.delivery.scheduler).pop(DELIVERY, None)
+                self.delivery = None
+            if vars(self.worker).get(RECORDER) is self:
+                delattr(self.worker, RECORDER)
+
+    def _deliver(self, scheduler: Any) -> RouteDelivery:
+        delivery = RouteDelivery(scheduler)
+        setattr(scheduler, DELIVERY, delivery)
+        return delivery
+
+    def _watch(self, engine: Any) -> None:
+        """Raise what kept rows from their requests, where `LLM.generate` returns."""
+        self._front = engine
+        if hasattr(engine, "_run_engine"):
+            self._front_wraps.wrap(engine, "_run_engine", self._run_engine)
+
+    def _run_engine(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        outputs = run(*args, **kwargs)
+        if self.delivery is not None:
+            raise_errors(self.delivery.pop_errors(), outputs)
+        return outputs
+
+    def _watch_weights(self) -> None:
+        def changed(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            try:
+                return call(*args, **kwargs)
+            finally:  # also if it raised: some of the weights are new then
+                self._changes += 1
+                self.session.weights_changed(self._changes)
+
+        def awake(wake: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            result = wake(*args, **kwargs)
+            assert self.num_slots is not None
+            self.session.assign(np.arange(self.num_slots))  # the KV is gone, and with it what its rows meant
+            return result
+
+        self._changes = 0
+        for owner, names in (
+            (self.model, ("load_weights",)),
+            (self.runner, ("reload_weights",)),
+            (self.worker, _UPDATES),
+        ):
+            for name in names:
+                if hasattr(owner, name):
+                    self.wraps.wrap(owner, name, changed)
+        if hasattr(self.worker, "wake_up"):
+            self.wraps.wrap(self.worker, "wake_up", awake)
+
+    # ---- which way each layer takes -----------------------------------------------------------------------------
+    def _find_ways(self, session: Any) -> None:
+        """Run a dummy batch in a step: layers that no graph shows get the engine's hook; then all of them must be there.
+
+        Raises: RefusedConfiguration naming the layers that neither way reaches.
+        """
+        routers = find_routers(self.model)
+        try:
+            self._probe(session)
+            return
+        except (PartialCapture, NoRouterFound):
+            shown = session.written  # hooks for the others
+        reasons = {}
+        for router in (r for r in routers if r.layer not in shown):
+            why = router.why_not
+            if why:
+                reasons[router.layer] = why
+                continue
+            router.set(session.hook(router.layer, router.weight, router.module, router.num_experts, router.top_k))
+            self._hooked.append(router)
+        try:
+            self._probe(session)
+        except (PartialCapture, NoRouterFound) as error:
+            missing = [r for r in routers if r.layer not in session.written]
+            lines = "".join(f"\n  layer {r.layer} ({r.module}): {reasons.get(r.layer, _INLINED)}" for r in missing)
+            raise RefusedConfiguration(
+                f"{len(missing)} of {len(routers)} MoE layers of {type(self.model).__name__} can be recorded neither from a graph "
+                f"nor by the engine's hook:{lines}\nWhat to do: {_SWITCH}.\n{error}"
+            ) from error
+
+    def _probe(self, session: Any) -> None:
+        tokens = min(_PROBE_TOKENS, int(self.runner.max_num_tokens))
+        mode = self._config.compilation_config.cudagraph_mode
+        none = type(mode).NONE if mode is not None else None
+        with session.step(np.full(tokens, -1, np.int64)):
+            self.runner._dummy_run(tokens, cudagraph_runtime_mode=none, skip_eplb=True)
+
+    def _refuse_captured(self) -> None:
+        """CUDA graphs that were captured before lack the operator that records."""
+        mode = self._config.compilation_config.cudagraph_mode
+        if self.runner.device.type != "cpu" and self._captured and mode is not None and mode.name != "NONE":
+            raise RefusedConfiguration(
+                f"CUDA graphs were captured before attach (cudagraph_mode={mode.name}), and hold nothing that records. Set "
+                "R3_PASS_VLLM=1 in the environment before the engine starts: the plug-in attaches before they are captured."
+            )
+
+
+_UPDATES = ("update_weights", "finish_weight_update")
+_INLINED = "its router was compiled into a graph before, and not by r3_pass"
+
+
+def core_of(engine: Any) -> Any:
+    """The EngineCore of an engine if it is in this process, else None."""
+    if hasattr(engine, "model_executor") and hasattr(engine, "scheduler"):
+        return engine
+    for name in ("llm_engine", "engine_core"):
+        inner = getattr(engine, name, None)
+        if inner is not None:
+            return core_of(inner)
+    return None
+
+
+def worker_of(core: Any) -> Any:
+    """The one worker of an engine core, if it is in the same process."""
+    wrapper = getattr(core.model_executor, "driver_worker", None)
+    worker = getattr(wrapper, "worker", None)
+    if worker is None:
+        raise RefusedConfiguration(
+            f"{type(core.model_executor).__name__} runs its workers in other processes. Set R3_PASS_VLLM=1 in the environment "
+            "before the engine starts: the plug-in records there."
+        )
+    return worker
+
+
+def check_version() -> None:
+    """Warn about a version of vLLM that was not tested; what it lacks is refused where it is looked for."""
+    version = importlib.import_module("vllm.version").__version__
+    if version.split("+")[0] not in TESTED:
+        logger.warning(
+            "r3_pass was tested with vLLM %s, this is %s: its internals move between versions. Check the rows (README, vLLM).",
+            ", ".join(TESTED), version,
+        )  # fmt: skip
+
+
+def deployment_of(config: Any) -> Deployment:
+    """What vLLM's configuration says of the deployment."""
+    parallel = config.parallel_config
+    return Deployment(
+        pipeline_parallel=parallel.pipeline_parallel_size,
+        context_parallel=max(parallel.prefill_context_parallel_size, parallel.decode_context_parallel_size),
+        tensor_parallel=parallel.tensor_parallel_size,
+        gathered_tokens=parallel.data_parallel_size > 1,
+        moves_kv=config.kv_transfer_config is not None,
+    )
+
+
+def check_config(config: Any) -> None:
+    """What the table of deployments does not name.
+
+    Raises: RefusedConfiguration with everything that cannot be recorded.
+    """
+    parallel, speculative = config.parallel_config, config.speculative_config
+    checks = (
+        (config.use_v2_model_runner, "Model Runner V2 has no forward to wrap", "Set VLLM_USE_V2_MODEL_RUNNER=0"),
+        (
+            config.aux_output_config.enabled,
+            "enable_return_routed_experts is on: the engine's own flag and r3_pass would both fill routed_experts",
+            "Switch one of them off",
+        ),
+        (
+            parallel.tensor_parallel_size > 1,
+            f"tensor_parallel_size={parallel.tensor_parallel_size} was not tested",
+            "Use 1",
+        ),
+        (parallel.use_ubatching, "microbatches (DBO) run a layer twice in one forward", "Switch them off"),
+        (
+            speculative is not None and speculative.method != "ngram",
+            f"speculative method {getattr(speculative, 'method', None)!r} was not tested",
+            "Use 'ngram', or none",
+        ),
+        (
+            speculative is not None and bool(config.scheduler_config.async_scheduling),
+            "with speculation and async scheduling the positions of a step are not known on the host",
+            "Set async_scheduling=False",
+        ),
+        (
+            config.cache_config.kv_sharing_fast_prefill,
+            "kv_sharing_fast_prefill runs some layers over a part of the tokens",
+            "Switch it off",
+        ),
+        (
+            config.model_config.runner_type != "generate",
+            f"the runner is {config.model_config.runner_type!r}",
+            "Generate",
+        ),
+        (
+            config.ec_transfer_config is not None,
+            "encoder outputs come from another instance",
+            "Serve from one instance",
+        ),
+    )
+    found = "".join(f"\n  {what}. {instead}." for applies, what, instead in checks if applies)
+    if found:
+        raise RefusedConfiguration(f"vLLM cannot be recorded as it is configured:{found}")
+
+
+def raise_errors(found: dict[str, str], outputs: Any = None) -> None:
+    """Raise the first of the errors that kept rows from their requests, by its own class.
+
+    Raises: R3Error with all outputs, tokens included, as its attribute `outputs`.
+    """
+    if not found:
+        return
+    request_id, text = next(iter(found.items()))
+    name, _, message = text.partition(": ")
+    error = error_of(name, f"request {request_id!r} has no routed_experts ({len(found)} in all): {message}")
+    error.__dict__["outputs"] = outputs
+    raise error
+
+
+def error_of(name: str, message: str) -> R3Error:
+    """An error of the family by its class's name, as it came from another process."""
+    made: R3Error = getattr(errors, name, R3Error)(message)
+    return made
+
+
+def _forward_context() -> Any:
+    return importlib.import_module("vllm.forward_context").get_forward_context()
+
+
+__all__ = ["TESTED", "VllmAdapter", "compilation_config"]
