@@ -43,6 +43,9 @@ def in_triton(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Te
     return route(logits, bias, routing, block=None if logits.shape[0] < 8 else 64)
 
 
+FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
+IN_HALF = ("softmax_normalised", "topk_softmax", "sigmoid_bias_groups") if INTERPRETED else tuple(FORMS)
+CASES = [*((name, FLOAT32) for name in FORMS), *((name, BFLOAT16) for name in IN_HALF)]
 HERE: Routes = in_triton if INTERPRETED else in_pytorch
 
 
@@ -63,15 +66,13 @@ def test_in_the_interpreter() -> None:
     assert " passed" in done.stdout
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "dtype"), CASES, ids=str)
 def test_beside_the_unfused_graph_and_float64(form: str, dtype: torch.dtype) -> None:
     """Ids are equal where the choice is clear; the largest error of the weights is not above the unfused graph's."""
     check_routes(HERE, FORMS[form], dtype, SIZES)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("form", "dtype"), CASES, ids=str)
 def test_ties_and_what_is_no_number(form: str, dtype: torch.dtype) -> None:
     """Whatever the logits are, K different ids in range; NaN above all, and of equal scores the first."""
     experts, spec = (60 if FORMS[form].groups == 6 else 16), FORMS[form]
