@@ -62,16 +62,17 @@ def check(name: str, inner: str, per_layer: bool = False) -> None:
     """Both calls, the second one with dynamic sizes; live and recording, the outputs are the same to the bit."""
     built = build(name)
     layers = built.decoder_layers if per_layer else []
+    truths = [built.truth(inputs) for inputs in built.inputs]
+    with torch.no_grad():
+        wanted = [built.model(**inputs)[0] for inputs in built.inputs]
     with (
         torch._dynamo.config.patch(recompile_limit=64),
         torch.no_grad(),
         recording(built.model, inner, layers, fuse_router=True) as recorder,
     ):
-        for inputs in built.inputs:
-            truth = built.truth(inputs)
-            with torch.compiler.set_stance("force_eager"):
-                want = built.model(**inputs)[0]
-            got, rows = recorder.rows(inputs["input_ids"].numel(), lambda inputs=inputs: recorder.compiled(**inputs)[0])
+        for inputs, truth, want in zip(built.inputs, truths, wanted, strict=True):
+            count = inputs["input_ids"].numel()
+            got, rows = recorder.rows(count, lambda inputs=inputs: recorder.compiled(**inputs)[0])
             assert same_rows(rows, truth, name in ORDERED) == ""
             assert torch.allclose(got, want, rtol=1e-3, atol=1e-4), float((got - want).abs().max())
             assert torch.equal(recorder.compiled(**inputs)[0], got), "recording changed the outputs"
