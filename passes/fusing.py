@@ -20,8 +20,11 @@ from r3_pass.registry.dataflow import DataFlow, argument, dims, is_inplace, is_t
 from r3_pass.registry.form import Selection
 from r3_pass.registry.routing import Reading, Unread, read_routing
 
-_ALIASES = frozenset({"view", "transpose", "permute", "movedim", "expand", "t", "select", "narrow", "detach", "to", "float", "type",
-                      "type_as", "half", "bfloat16", "contiguous", "getitem", "getattr", "expand_as"})  # fmt: skip
+_ALIASES = frozenset({
+    "view", "transpose", "permute", "movedim", "t", "mT", "T", "adjoint", "expand", "expand_as", "broadcast_to", "select",
+    "narrow", "slice", "split", "split_with_sizes", "tensor_split", "chunk", "unbind", "unfold", "diagonal", "as_strided",
+    "alias", "detach", "to", "float", "type", "type_as", "half", "bfloat16", "contiguous", "getitem", "getattr",
+})  # fmt: skip
 """Operators whose result may share its memory with their first argument."""
 
 
@@ -57,8 +60,7 @@ def _plan(flow: DataFlow, site: Accepted) -> Fusion:
     outside = [n for n in (*nodes, root) if n.graph is not flow.graph]
     if outside:
         raise Unread(f"{outside[0].name} is in another graph (activation checkpointing)")
-    inputs = [n for n in (root, reading.bias, *nodes) if n is not None and is_tensor(n)]
-    if any(value(n).requires_grad for n in inputs):
+    if any(value(n).requires_grad for n in nodes if is_tensor(n)):
         raise Unread("its weights may need gradients: compile under torch.no_grad(), or with parameters that need none")
     _check_users(reading, selection)
     names = _check_writes(flow, reading)

@@ -3,9 +3,10 @@
 One Triton kernel on a GPU (`router_kernels.py`); on a CPU, the same arithmetic in PyTorch. The ids that it returns are those that
 the experts get and those that are recorded: one tensor.
 
-Arithmetic is float32, whatever the logits are. The order of choice is descending; of equal scores the lowest id comes first; NaN is
-above everything, as in `torch.topk`, so ids are in range whatever the logits hold. Where a softmax alone lies between logits and
-scores, the logits are compared instead: the same order, without the ties that rounding makes.
+The choice is by float32, whatever the logits are; of the weights only the result is rounded. The order of choice is descending; of
+equal scores the lowest id comes first; NaN is above everything, as in `torch.topk`, so ids are in range and differ whatever the
+logits hold. Where a softmax alone lies between logits and scores, the logits are compared instead: the same order, without the ties
+that rounding makes.
 
 Legend: T tokens, E experts, K top-k, G groups of E/G experts each.
 """
@@ -61,16 +62,16 @@ def route_reference(logits: Tensor, bias: Tensor | None, *described: Any) -> tup
         fill = float("-inf") if routing.fill is None else routing.fill
         choice = grouped.masked_fill(dropped.unsqueeze(-1), fill).flatten(-2)
     ids = _best(values if plain else choice, routing.top_k)
-    chosen = values.gather(-1, ids)
+    exact = values.double()
     if routing.weights == "softmax":
-        weights = chosen.softmax(-1)
+        weights = exact.gather(-1, ids).softmax(-1)
     elif routing.weights == "sigmoid":
-        weights = chosen.sigmoid()
+        weights = exact.gather(-1, ids).sigmoid()
     else:
-        weights = scores.gather(-1, ids)
+        weights = _scores(exact, routing.scores).gather(-1, ids)
     if routing.normalise is not None:
         weights = weights / (weights.sum(-1, keepdim=True) + routing.normalise)
-    return (weights * routing.scale).to(routing.dtype).contiguous(), ids.contiguous()
+    return (weights * routing.scale).float().to(routing.dtype).contiguous(), ids.contiguous()
 
 
 def _scores(values: Tensor, scores: str) -> Tensor:

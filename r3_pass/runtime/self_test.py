@@ -46,7 +46,8 @@ class LayerResult:
     """One stored layer of the probe.
 
     Attributes:
-        rows, equal: tokens, and those whose recorded ids are the eager model's, in its order.
+        rows, equal: tokens, and those whose recorded ids are the eager model's, in its order where that promises one (not
+            `topk(sorted=False)`).
         near_ties: rows that differ, but in experts whose scores all but tie with those of the eager model's.
         selection: the operator whose choice it was, as the oracle saw it; "" if none fits.
         margin: smallest relative gap between the last chosen and the next score over all rows; nan if no scores were seen.
@@ -86,12 +87,13 @@ class SelfTest:
 
 @dataclasses.dataclass(frozen=True)
 class _Choice:
-    """One selection: what it ran over (None if no scores), among how many, and what it returned."""
+    """One selection: what it ran over (None if no scores), among how many, what it returned, and whether its order counts."""
 
     name: str
     scores: Tensor | None
     among: int | None
     ids: Tensor
+    ordered: bool = True
 
 
 class _Watch(TorchDispatchMode):
@@ -110,9 +112,11 @@ class _Watch(TorchDispatchMode):
             scores = next((a for a in args if isinstance(a, Tensor)), None)
             scores = scores if scores is not None and scores.is_floating_point() and scores.dim() else None
             among = scores.shape[_dimension(name, args, kwargs or {})] if scores is not None and not custom else None
+            ordered = name != "topk" or (kwargs or {}).get("sorted", args[4] if len(args) > 4 else True) is not False
             for ids in result if isinstance(result, tuple | list) else [result]:
                 if isinstance(ids, Tensor) and not ids.is_floating_point() and ids.dtype != torch.bool:
-                    found = _Choice(f"{namespace}::{name}" if custom else name, scores, among, ids.detach().clone())
+                    known_as = f"{namespace}::{name}" if custom else name
+                    found = _Choice(known_as, scores, among, ids.detach().clone(), ordered)
                     self.choices.setdefault(self.running[-1], []).append(found)
         return result
 
@@ -208,8 +212,9 @@ def _judge(layer: int, rows: npt.NDArray[np.int16], choices: list[_Choice]) -> L
     got = torch.from_numpy(rows[:, :width].astype(np.int64))
     best = LayerResult(layer, len(rows), 0, 0, "", float("nan"))
     for choice, ids in _candidates(choices, len(rows), width):
-        same = (got == ids).all(-1)
-        ties = int((~same & _tied(choice, got, ids)).sum())
+        ours, theirs = (got, ids) if choice.ordered else (_by_score(choice, got), _by_score(choice, ids))
+        same = (ours == theirs).all(-1)
+        ties = int((~same & _tied(choice, ours, theirs)).sum())
         gaps = _margins(choice, len(rows), width)
         margin = float(gaps.min()) if gaps is not None else float("nan")
         result = LayerResult(layer, len(rows), int(same.sum()), ties, choice.name, margin)
@@ -230,6 +235,17 @@ def _candidates(choices: list[_Choice], rows: int, width: int) -> Iterator[tuple
     for first in range(len(single) - width + 1):
         run = single[first : first + width]
         yield run[0][0], torch.cat([ids for _, ids in run], 1)
+
+
+def _by_score(choice: _Choice, ids: Tensor) -> Tensor:
+    """Each row's ids from the best score to the least, of equal ones the lowest id first; by id alone if there are no scores."""
+    ids = ids.sort(-1).values
+    if choice.scores is None or choice.scores.numel() % len(ids):
+        return ids
+    scores = choice.scores.detach().float().cpu().reshape(len(ids), -1)
+    if not scores.shape[1] > int(ids.max()) or int(ids.min()) < 0:
+        return ids
+    return ids.gather(1, scores.gather(1, ids).sort(dim=-1, descending=True, stable=True).indices)
 
 
 def _tied(choice: _Choice, got: Tensor, ids: Tensor) -> Tensor:

@@ -26,8 +26,10 @@ class Recorder:
         compiled: what to call; outside of `rows` it runs without recording.
     """
 
-    def __init__(self, model: nn.Module, inner: str, layers: Sequence[nn.Module] = ()) -> None:
-        self.backend = r3_pass.backend(inner)
+    def __init__(
+        self, model: nn.Module, inner: str, layers: Sequence[nn.Module] = (), fuse_router: bool = False
+    ) -> None:
+        self.backend = r3_pass.backend(inner, fuse_router=fuse_router)
         self.compiled: Callable[..., Any] = compiled(model, self.backend, layers)
         self.session = r3_pass.runtime.attach(model if layers else self.compiled, backend=self.backend, num_slots=SLOTS)
 
@@ -42,9 +44,11 @@ class Recorder:
 
 
 @contextlib.contextmanager
-def recording(model: nn.Module, inner: str = "aot_eager", layers: Sequence[nn.Module] = ()) -> Iterator[Recorder]:
+def recording(
+    model: nn.Module, inner: str = "aot_eager", layers: Sequence[nn.Module] = (), fuse_router: bool = False
+) -> Iterator[Recorder]:
     """Compile the whole model, or each of `layers`, and attach; everything is taken back at the end."""
-    recorder = Recorder(model, inner, layers)
+    recorder = Recorder(model, inner, layers, fuse_router)
     try:
         yield recorder
         recorder.session.check_integrity()

@@ -32,6 +32,7 @@ class Outcome:
         rows, equal: tokens of all calls, and those of which every layer is what the router chose and all else -1.
         layers, captured: layers with experts that the eager run showed, and those of which anything was recorded.
         forms: of the sites, by name.
+        unfused: for each site, why its router is not fused; "" if it is.
         error: name of the refusal.
         detail: its text, or what shows that rows are wrong.
     """
@@ -44,6 +45,7 @@ class Outcome:
     layers: int = 0
     captured: int = 0
     forms: tuple[str, ...] = ()
+    unfused: tuple[str, ...] = ()
     error: str = ""
     detail: str = ""
 
@@ -91,10 +93,14 @@ def _calls(compiled: Callable[..., Any], inputs: dict[str, Any]) -> Callable[[],
     return lambda: compiled(**inputs)[0]
 
 
-def router(case: Case, model: nn.Module, inputs: Inputs, inner: str = "aot_eager") -> Outcome:
+def router(
+    case: Case, model: nn.Module, inputs: Inputs, inner: str = "aot_eager", fuse_router: bool = False
+) -> Outcome:
     """Record the calls of a hand-written router or look-alike."""
     outcome = Outcome(case.name, (case.verdict, *case.also))
-    return _observed(outcome, model, inner, lambda recorder: record_calls(outcome, case, model, recorder, inputs))
+    return _observed(
+        outcome, model, inner, lambda recorder: record_calls(outcome, case, model, recorder, inputs), fuse_router
+    )
 
 
 def record_calls(
@@ -119,11 +125,15 @@ def _seeded(compiled: Callable[..., Any], args: tuple[Tensor, ...]) -> Callable[
     return lambda: seeded_call(compiled, args)
 
 
-def _observed(outcome: Outcome, model: nn.Module, inner: str, record: Callable[[Recorder], None]) -> Outcome:
+def _observed(
+    outcome: Outcome, model: nn.Module, inner: str, record: Callable[[Recorder], None], fuse_router: bool = False
+) -> Outcome:
     try:
-        with torch.no_grad(), recording(model, inner) as recorder:
+        with torch.no_grad(), recording(model, inner, fuse_router=fuse_router) as recorder:
             record(recorder)
-            outcome.forms = tuple(sorted({site.form for site in recorder.backend.report().sites}))
+            sites = recorder.backend.report().sites
+            outcome.forms = tuple(sorted({site.form for site in sites}))
+            outcome.unfused = tuple(site.unfused for site in sites)
     except r3_pass.R3Error as error:
         outcome.refuse(error)
     return outcome
