@@ -145,3 +145,10 @@ def _post(url: str, body: dict[str, Any]) -> Any:
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=120) as answer:
         return json.load(answer)
+
+
+def test_the_example() -> None:
+    command = [sys.executable, str(LIB.parent.parent / "examples" / "vllm_rollout.py"), "--eager"]
+    done = subprocess.run(command, env=_environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "rows are those of an eager prefill" in done.stdout
