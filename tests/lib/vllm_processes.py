@@ -2,7 +2,7 @@
 
     python tests/lib/vllm_processes.py MODE FOLDER
 
-Modes: graph, eager, async, off, dense, native. FOLDER holds a saved model.
+Modes: graph, eager, async, off, ngram, dense, native. FOLDER holds a saved model.
 """
 
 # ruff: noqa: E402
@@ -20,6 +20,8 @@ import numpy as np
 MODE, FOLDER = sys.argv[1:3] if len(sys.argv) > 2 else ("", "")
 if MODE and MODE not in ("off", "native"):
     os.environ["R3_PASS_VLLM"] = "1"
+if MODE == "ngram":
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 if MODE == "native":  # vLLM's own flag needs Model Runner V2, which needs Triton: its interpreter stands in
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_USE_V2_MODEL_RUNNER="1", TRITON_INTERPRET="1")
     import triton.backends
@@ -137,6 +139,35 @@ def off() -> None:
     assert all(o.outputs[0].routed_experts is None for o in generate(llm))
 
 
+def ngram() -> None:
+    """Speculation, under preemption; the core in this process, so that drafts can be counted."""
+    import vllm
+
+    speculation = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    more: Any = {"enforce_eager": True, "num_gpu_blocks_override": 14, "speculative_config": speculation}
+    llm: Any = vllm.LLM(FOLDER, **serving.settings(**more))
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    seen: dict[str, int] = {"drafts": 0, "kept": 0, "preempted": 0}
+    update, preempt = scheduler.update_from_output, scheduler._preempt_request
+
+    def count(scheduled: Any, output: Any) -> Any:
+        for request_id, drafts in scheduled.scheduled_spec_decode_tokens.items():
+            seen["drafts"] += len(drafts)
+            seen["kept"] += len(output.sampled_token_ids[output.req_id_to_index[request_id]]) - 1
+        return update(scheduled, output)
+
+    def preempted(*args: Any, **kwargs: Any) -> Any:
+        seen["preempted"] += 1
+        return preempt(*args, **kwargs)
+
+    scheduler.update_from_output, scheduler._preempt_request = count, preempted
+    session: Any = r3_pass.runtime.attach(llm)
+    known = truth()
+    print("rows", known.check(generate(llm, new=60)), "near-ties", known.ties, seen)
+    assert 0 < seen["kept"] < seen["drafts"] and seen["preempted"]
+    session.detach()
+
+
 def native() -> None:
     import vllm
 
@@ -158,7 +189,7 @@ def main() -> None:
 
         vllm.LLM(FOLDER, **serving.settings(enforce_eager=True))
     else:
-        {"off": off, "native": native}[MODE]()
+        {"off": off, "ngram": ngram, "native": native}[MODE]()
     print("done", MODE)
 
 

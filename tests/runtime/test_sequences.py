@@ -365,3 +365,12 @@ class SequenceMachine(RuleBasedStateMachine):
 
 class TestSequences(SequenceMachine.TestCase):  # type: ignore[misc, valid-type]
     settings: Any = settings(max_examples=80, stateful_step_count=30)
+
+
+def test_rows_are_read_as_a_request_goes_on() -> None:
+    table = SequenceTable(RowLog((1, 1)))
+    block = np.arange(600, dtype=np.int16).reshape(-1, 1, 1)
+    table.rows.fill(table.extend(SegmentBatch.of([Segment("a", 0, 300), Segment("b", 0, 300)])), block)
+    rows = table.read([("b", 250, 260), ("a", 0, 2), ("b", 299, 300)])
+    assert rows[:, 0, 0].tolist() == [*range(550, 560), 0, 1, 599]
+    assert table.read([]).shape == (0, 1, 1) and table.end("a") == 300

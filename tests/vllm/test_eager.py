@@ -272,19 +272,6 @@ def test_two_engines_in_one_process(llm: Any, truth: Any, session: Any, start: A
     truth.check(_generate(llm, serving.prompts(seed=6)))
 
 
-def test_rejected_drafts_leave_no_rows(truth: Any, start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Speculation by n-grams, under preemption."""
-    speculation = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-    llm = start("qwen3_moe", enforce_eager=True, num_gpu_blocks_override=14, speculative_config=speculation)
-    preempted, updates = _watch(llm, monkeypatch, "_preempt_request"), _watch(llm, monkeypatch, "update_from_output")
-    session = r3_pass.runtime.attach(llm)
-    truth.check(_generate(llm, new=60))
-    drafts = sum(len(d) for scheduled, _ in updates for d in scheduled.scheduled_spec_decode_tokens.values())
-    kept = sum(len(t) - 1 for s, o in updates for t in o.sampled_token_ids if s.scheduled_spec_decode_tokens and t)
-    assert preempted and drafts > 300 and 0 < kept < drafts
-    session.detach()
-
-
 def test_two_groups_of_kv_blocks(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sliding windows drop their blocks; rows lie in the slots of full attention. Held against each sequence by itself, cold."""
     llm = start("gpt_oss", enforce_eager=True, num_gpu_blocks_override=24)

