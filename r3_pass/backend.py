@@ -113,9 +113,8 @@ class RefusedGraph:
 
     def __call__(self, *args: Any) -> Any:
         weights = [args[i] for i in self._weights]
-        replay = self.replays.active if self.replays is not None else None
-        if replay is not None:
-            replay.refuse(weights, _texts(self.refused))
+        if self.replays is not None:
+            self.replays.refuse(weights, _texts(self.refused))
         binding = find_binding(weights, tuple, {})
         if binding is not None and binding.recording:
             binding.refuse(self.refused)

@@ -192,6 +192,9 @@ class Binding:
             ) in self._unmarked.items():  # a weight that FSDP gathers comes back with each forward of its block
                 if key not in known and held[1].names and held[0]() is not None:
                     known[key] = held
+            before = {key: held[1].names for key, held in self._unmarked.items()}
+            if any(before.get(key, held[1].names) != held[1].names for key, held in known.items()):
+                self._forget_placements()  # a block that moved brings the same weights to another layer
             self._unmarked = known
             return False
         for weight, _ in names.values():

@@ -90,7 +90,7 @@ class Replays:
         self.fallback: Counter[int] = Counter()
         self.device: torch.device | None = None
         self._beside: torch.cuda.Stream | None = None
-        self._open: tuple[Replay, ...] = ()
+        self._open: tuple[tuple[Replay, int], ...] = ()  # and by which thread
         self._frames: list[weakref.ref[nn.Module]] = []
         self._models: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._numbers: weakref.WeakKeyDictionary[Given, int] = weakref.WeakKeyDictionary()
@@ -98,7 +98,23 @@ class Replays:
     @property
     def active(self) -> Replay | None:
         running = self._open
-        return running[-1] if running else None
+        return running[-1][0] if running else None
+
+    def find(self, weights: Sequence[Any]) -> tuple[Replay, Binding] | None:
+        """The innermost context that replays the model of these weights, and where they are in it.
+
+        Raises: as `Replay.binding_for`.
+        """
+        for replay, _ in reversed(self._open):
+            binding = replay.binding_for(weights)
+            if binding is not None:
+                return replay, binding
+        return None
+
+    def refuse(self, weights: Sequence[Any], reasons: Sequence[str]) -> None:
+        """Raises for routing of a replayed model that cannot take given routes."""
+        if reasons and self._open and (not weights or self.find(weights) is not None):
+            raise PartialCapture("replay: routing that cannot take given routes ran: " + "; ".join(reasons) + ".")
 
     def beside(self) -> torch.cuda.Stream | None:
         """A stream for routes that come from the host; None where no graph runs on a GPU."""
@@ -110,12 +126,21 @@ class Replays:
         return self._beside
 
     def enter(self, replay: Replay) -> None:
+        """Raises: RefusedConfiguration if a graph could not tell this context from one that another thread has open."""
+        thread = threading.get_ident()
         with self.lock:
-            self._open = (*self._open, replay)
+            for other, whose in self._open:
+                if whose != thread and other.may_be(replay) and self.number(other.given) != self.number(replay.given):
+                    raise RefusedConfiguration(
+                        "replay: another thread replays other routes with this backend now, and a forward takes them in "
+                        "whatever thread it runs. Let one thread open a context at a time, compile with a backend for "
+                        "each thread, or, for several models, name each: backend.replay(routes, model=model)."
+                    )
+            self._open = (*self._open, (replay, thread))
 
     def leave(self, replay: Replay) -> None:
         with self.lock:
-            at = max(n for n, r in enumerate(self._open) if r is replay)
+            at = max(n for n, (r, _) in enumerate(self._open) if r is replay)
             self._open = self._open[:at] + self._open[at + 1 :]
 
     def number(self, given: Given | None) -> int:
@@ -147,12 +172,20 @@ class Replays:
             wanted = set(map(id, weights))
             frames = [frame for reference in self._frames if (frame := reference()) is not None]
             holding = [f for f in frames if any(id(p) in wanted for p in (*f.parameters(), *f.buffers()))]
-            holding = [f for f in holding if any(map(layers_of(f).names_layer, weights))]
+            holding = [f for f in holding if self._names(f, weights)]
             found = max(holding, key=lambda f: sum(1 for _ in f.parameters()), default=None)
             if found is None:
                 return None
             self._models[weights[0]] = weakref.ref(found)
         return found
+
+    @staticmethod
+    def _names(model: nn.Module, weights: Sequence[Any]) -> bool:
+        """Whether one of these weights of a model is in one of its layers."""
+        binding = layers_of(model)
+        if not any(map(binding.owns, weights)):
+            binding.claim()  # weights may have been replaced
+        return any(map(binding.names_layer, weights))
 
 
 class Replay:
@@ -239,10 +272,9 @@ class Replay:
             "outside, or name the one that is meant: backend.replay(routes, model=model)."
         )
 
-    def refuse(self, weights: Sequence[Any], reasons: Sequence[str]) -> None:
-        """Raises for routing of the replayed model that cannot take given routes."""
-        if reasons and (not weights or self.binding_for(weights) is not None):
-            raise PartialCapture("replay: routing that cannot take given routes ran: " + "; ".join(reasons) + ".")
+    def may_be(self, other: Replay) -> bool:
+        """Whether a forward could belong to either of two contexts."""
+        return not (self._named and other._named) or self.model is other.model
 
     def block(self, graph: ForcedGraph, binding: Binding, placement: Placement, tokens: int) -> Tensor:
         """int32 [N, T, K] for one call of a graph, checked."""
@@ -334,17 +366,17 @@ class ForcedGraph:
         self.placed: dict[tuple[int, Place], None] = {}
 
     def __call__(self, *args: Any) -> Any:
-        replay = self.replays.active
+        inside = self.replays.active is not None
         weights = self.witnesses.weights(args)
         if not weights:
-            if replay is not None:
+            if inside:
                 raise RefusedConfiguration(
                     "replay: a graph that routes has no weights in it, so its layer cannot be known."
                 )
             return self.live(*args)
-        binding = replay.binding_for(weights) if replay is not None else None
-        if replay is not None and binding is None:
-            return self.live(*args)  # another model than the one that is replayed
+        replay, binding = (self.replays.find(weights) or (None, None)) if inside else (None, None)
+        if inside and replay is None:
+            return self.live(*args)  # another model than those that are replayed
         recomputes = torch._C._current_graph_task_id() != -1
         hooked = torch.is_grad_enabled() and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         number = self.replays.number(replay.given) if replay is not None and hooked else 0
@@ -373,7 +405,7 @@ class ForcedGraph:
             raise RefusedConfiguration(
                 "replay: a session's step is open. What would be recorded is what is replayed: close one of the two."
             )
-        replay.refuse(weights, self.refused)
+        self.replays.refuse(weights, self.refused)
         placement = binding.place(self.witnesses, weights, self.placed)
         if placement.problems:
             raise RefusedConfiguration("replay: " + "; ".join(placement.problems))

@@ -406,6 +406,77 @@ def test_other_threads_replay_too() -> None:
     torch.testing.assert_close(loss_of(found[0]).detach(), oracle(model, ids, routes)[0])
 
 
+def test_threads_do_not_take_each_others_routes() -> None:
+    """Which context a forward belongs to is not known by its thread; by its model it is."""
+    model, other, ids, routes = make(), make(), prompt(T), routes_for(1)
+    backend = r3_pass.backend("aot_eager", mode="replay")
+    compiled = torch.compile(model, backend=backend)
+    compiled(ids)
+    want = oracle(model, ids, routes)[0]
+    refused: list[r3_pass.R3Error] = []
+
+    def work(**options: Any) -> None:
+        context = backend.replay(routes_for(2), **options)
+        try:
+            context.__enter__()
+        except r3_pass.RefusedConfiguration as error:
+            refused.append(error)
+            return
+        torch.testing.assert_close(loss_of(compiled(ids)).detach(), want)
+        context.__exit__(ZeroDivisionError, None, None)  # nothing of `other` ran
+
+    for first, second, count in (({}, {}, 1), ({"model": model}, {}, 2), ({"model": model}, {"model": other}, 2)):
+        with backend.replay(routes, **first):
+            compiled(ids)
+            thread = threading.Thread(target=work, kwargs=second)
+            thread.start()
+            thread.join()
+            torch.testing.assert_close(loss_of(compiled(ids)).detach(), want)
+        assert len(refused) == count
+    assert "another thread replays other routes" in str(refused[0])
+
+
+def test_contexts_of_two_models_within_each_other() -> None:
+    """Each model takes its own routes, in the inner context too."""
+    model, other, ids = make(), make(), prompt(T)
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.mul_(1.1)
+    backend = r3_pass.backend("aot_eager", mode="replay")
+    first, second = torch.compile(model, backend=backend), torch.compile(other, backend=backend)
+    with backend.replay(routes_for(1), model=model):
+        first(ids)
+        with backend.replay(routes_for(2), model=other):
+            got = loss_of(second(ids)).detach(), loss_of(first(ids)).detach()
+    torch.testing.assert_close(got[0], oracle(other, ids, routes_for(2))[0])
+    torch.testing.assert_close(got[1], oracle(model, ids, routes_for(1))[0])
+
+
+@pytest.mark.parametrize("parts", [False, True])
+def test_layers_that_change_places(parts: bool) -> None:
+    """The same weights, and the same graph, now serve another layer."""
+    model, ids, routes = make(), prompt(T), routes_for()
+    backend = r3_pass.backend("aot_eager", mode="replay")
+    if parts:
+        for block in model.layers:
+            block.mlp.compile(backend=backend)
+    compiled = model if parts else torch.compile(model, backend=backend)
+    options = {"model": model} if parts else {}
+    check(replayed(backend, lambda: compiled(ids), model, routes, **options), oracle(model, ids, routes))
+    first, second = model.layers[1], model.layers[2]
+    first.mlp, second.mlp = second.mlp, first.mlp
+    check(replayed(backend, lambda: compiled(ids), model, routes, **options), oracle(model, ids, routes))
+
+
+def test_weights_that_are_assigned_between_steps() -> None:
+    model, ids, routes = make(), prompt(T), routes_for()
+    backend = r3_pass.backend("aot_eager", mode="replay")
+    compiled = torch.compile(model, backend=backend)
+    check(replayed(backend, lambda: compiled(ids), model, routes), oracle(model, ids, routes))
+    model.load_state_dict({name: weight * 1.1 for name, weight in model.state_dict().items()}, assign=True)
+    check(replayed(backend, lambda: compiled(ids), model, routes), oracle(model, ids, routes))
+
+
 def test_replay_and_a_step_at_once() -> None:
     model, ids = make(), prompt(T)
     backend = r3_pass.backend("aot_eager", mode="both")
