@@ -55,6 +55,10 @@ MISTAKES: dict[str, Split] = {
         as_sentinels(ids, w, others)[0],
         w.t().masked_fill(others.reshape(2, -1), 0.0).t(),
     ),
+    "another_expert_in_the_first_ones_place": lambda ids, w, others: (
+        where(others | (ids == 6), 0, ids - LOCAL),
+        w.masked_fill(others, 0.0),
+    ),
     "two_made_one": lambda ids, w, others: (as_sentinels(ids, w, others)[0].clamp(0, 1), w.masked_fill(others, 0.0)),
 }
 
