@@ -89,9 +89,16 @@ def partition(
         if not (dispatch.proved and held and set(held) == {count}):
             continue
         zeroed = Zeroed(flow, used[0], k_dim, tables, local)
-        if all(zeroed.starts(*w) for w in weights) and _alone(flow, roots, local, [w for w, _ in weights], zeroed, dispatch):
+        if all(zeroed.starts(*w) for w in weights) and _alone(
+            flow, roots, local, [w for w, _ in weights], zeroed, dispatch
+        ):
             return Partition(used[0], local, first, count, dispatch)
     return None
+
+
+def shares(flow: DataFlow, ids: fx.Node, experts: int) -> set[tuple[int, ...]]:
+    """For which experts some weights stay, of those that are zeroed by the id alone."""
+    return {kept for _, _, kept in _masked(flow, _tables(flow, ids, experts)) if kept is not None}
 
 
 def _tables(flow: DataFlow, ids: fx.Node, experts: int) -> dict[fx.Node, Tensor]:
@@ -151,9 +158,7 @@ def _argument(flow: DataFlow, node: fx.Node, given: Any, tables: dict[fx.Node, T
     return None if number is None else torch.tensor(number, device="cpu")
 
 
-def _masked(
-    flow: DataFlow, tables: dict[fx.Node, Tensor]
-) -> Iterator[tuple[fx.Node, fx.Node, tuple[int, ...] | None]]:
+def _masked(flow: DataFlow, tables: dict[fx.Node, Tensor]) -> Iterator[tuple[fx.Node, fx.Node, tuple[int, ...] | None]]:
     """Floating-point values that are zeroed by the id, by which value, and for which ids they stay; None if none or all."""
     for condition, table in tables.items():
         for user in flow.users(condition):

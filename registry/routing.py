@@ -228,7 +228,13 @@ class _Reader:
         given = [self._operand(node, 0, "input", "self"), self._operand(node, 1, "other")]
         added = [n for n in given if self.flow.kind(n) == "weight"]
         scores = [n for n in given if n not in added]
-        if len(added) != 1 or len(scores) != 1 or not is_tensor(added[0]) or "alpha" in node.kwargs or len(node.args) > 2:
+        if (
+            len(added) != 1
+            or len(scores) != 1
+            or not is_tensor(added[0])
+            or "alpha" in node.kwargs
+            or len(node.args) > 2
+        ):
             raise self._unknown(node)
         term = self.read(scores[0])
         shape = dims(added[0])

@@ -1,4 +1,4 @@
-"""Weights that are 0 where a choice is another rank's: are they still with their choice, and is all that it makes multiplied by them?
+"""Weights that are 0 where a choice is another rank's: are they still beside it, and is all that it makes multiplied by them?
 
 Zeros alone prove nothing. Moved to other tokens or columns, or left out of one of the ways that experts' work takes to the result,
 they let experts work for choices that are not this rank's.
@@ -135,7 +135,9 @@ def all_weighed(flow: DataFlow, local: fx.Node, after: Collection[fx.Node], disp
     counted, done = {local}, set[fx.Node]()
     for node in sorted(after, key=flow.order.__getitem__):
         inputs = flow.inputs(node)
-        if node in zeroed.layouts or node is local or spelling(node) in CREATION:
+        if spelling(node) in CREATION:
+            continue
+        if node in zeroed.layouts or node is local:
             counted.add(node)
             continue
         if not _floats(node):
@@ -160,7 +162,9 @@ def all_weighed(flow: DataFlow, local: fx.Node, after: Collection[fx.Node], disp
     if any(n in flow.outputs for n in work):
         return False
     orders = {order_of(flow, n, local) for n in zeroed.orders}
-    return len(orders) <= 1 and all(_sorted_by(flow, n, local) in orders for n in dispatch.chain if orders and _picked(n))
+    return len(orders) <= 1 and all(
+        _sorted_by(flow, n, local) in orders for n in dispatch.chain if orders and _picked(n)
+    )
 
 
 def _floats(node: fx.Node) -> bool:
@@ -179,8 +183,8 @@ def _made(node: fx.Node, inputs: Sequence[fx.Node], dispatch: Dispatch, local: f
     laid = [n for n in inputs if n in dispatch.chain and n not in dispatch.columns]
     if len(columns) > 1 or laid:
         return None
-    tags = "P" if not ids else "P" if any(_picked(n) for n in ids) else ""
-    return _Work(columns.pop(), bool(tags) and spelling(node) in _PICKS | {"embedding", "gather"})
+    sorted_ = not ids or any(_picked(n) for n in ids)
+    return _Work(columns.pop(), sorted_ and spelling(node) in _PICKS | {"embedding", "gather"})
 
 
 def _picked(node: fx.Node) -> bool:
@@ -202,7 +206,11 @@ def _sorted_by(flow: DataFlow, node: fx.Node, local: fx.Node) -> fx.Node | None:
 
 
 def _passed(
-    node: fx.Node, theirs: Sequence[_Work | None], inputs: Sequence[fx.Node], counted: Collection[fx.Node], flow: DataFlow
+    node: fx.Node,
+    theirs: Sequence[_Work | None],
+    inputs: Sequence[fx.Node],
+    counted: Collection[fx.Node],
+    flow: DataFlow,
 ) -> _Work | None:
     first = theirs[0]
     if first is None or any(other != first for other in theirs):
@@ -242,5 +250,3 @@ def _weighs(
 def _operands(node: fx.Node) -> list[Any]:
     given = node.args[1:]
     return list(given[0]) if len(given) == 1 and isinstance(given[0], tuple | list) else list(given)
-
-
