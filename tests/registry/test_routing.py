@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import MoE, E, gate, gathered, stack, tokens
+from tiny import E, MoE, gate, gathered, stack, tokens
 from torch import Tensor
 
 import r3_pass
