@@ -27,10 +27,14 @@ from r3_pass.registry.dispatch import Dispatch, follow_ids
 from r3_pass.registry.form import RoutingForm, Selection
 from r3_pass.registry.forms import forms
 from r3_pass.registry.order import reordering
-from r3_pass.registry.partition import partition
+from r3_pass.registry.partition import partition, shares
 from r3_pass.registry.scores import Root, Trace, index_mapping, trace_scores
 
 Decision = Accepted | Rejected
+
+_RENUMBERING = frozenset({
+    "sub", "add", "where", "masked_fill", "setitem", "index_put", "clamp", "clamp_min", "clamp_max", "clip",
+})  # fmt: skip
 
 
 def is_weight(node: fx.Node) -> bool:
@@ -170,6 +174,11 @@ def _decide(flow: DataFlow, form: RoutingForm, selection: Selection, broken: boo
         return trace, _reject(node, f"its choices do not number the experts: {folded}", True, gate)
     if altered := _altered(dispatch, used, held):
         return trace, _reject(node, f"the ids that reach experts are not those that it chose: {altered}", True, gate)
+    if split is None and (first := _of_a_rank(flow, dispatch, selection, held)):
+        why = f"{first} numbers a part of the {experts} experts that it chooses among, and it is not proved that the weights "
+        return trace, _reject(
+            node, why + "of the others are 0, each beside its choice, in all that is used", True, gate
+        )
     id_dim, top_k = _columns_of(selection, recorded)
     if top_k is None or (selection.needs_slice and recorded in selection.ids):
         why = (
@@ -303,6 +312,19 @@ def _altered(dispatch: Dispatch, recorded: fx.Node, experts: int = 0) -> str:
     if dispatch.proved and held - reached:
         return f"of {len(held)} columns, {sorted(reached)} alone reach experts, in a way that is no plain slice"
     return ""
+
+
+def _of_a_rank(flow: DataFlow, dispatch: Dispatch, selection: Selection, experts: int) -> str:
+    """Which operator makes numbers of one rank's experts of the ids, as far as that can be told; "" if none does."""
+    held = {dims(w)[0] for w in dispatch.weights if len(dims(w)) >= 3}
+    if not dispatch.proved or len(held) != 1 or not all(isinstance(h, int) and 0 < h < experts for h in held):
+        return ""
+    (count,) = held
+    changed = [n for n in dispatch.used if spelling(n) in _RENUMBERING]
+    moved = any(dispatch.offsets.get(n, 0) < 0 for n in dispatch.used)
+    whole = set() if experts % count else {tuple(range(n, n + count)) for n in range(experts - count + 1)}
+    kept = shares(flow, selection.ids[0], experts) if changed and whole else set()
+    return f"{spelling(changed[0])} ({changed[0].name})" if changed and (moved or (kept and kept <= whole)) else ""
 
 
 def _folded(dispatch: Dispatch, choices: int) -> str:

@@ -95,6 +95,8 @@ def is_inplace(node: fx.Node) -> bool:
     if isinstance(target, torch._ops.OpOverload):
         alias = target._schema.arguments[0].alias_info if target._schema.arguments else None
         return bool(alias is not None and alias.is_write) and target.namespace == "aten"
+    if getattr(target, "__module__", "") == "_operator":
+        return False  # and_, or_, not_: Python's keywords have the underscore, not the operators
     name = getattr(target, "__name__", "")
     return name.endswith("_") and not name.endswith("__")
 

@@ -19,12 +19,10 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from r3_pass.registry.dataflow import (
-    CONTRACTIONS,
     DataFlow,
     argument,
     dims,
     is_inplace,
-    is_opaque,
     is_tensor,
     spelling,
     value,
@@ -32,13 +30,13 @@ from r3_pass.registry.dataflow import (
 from r3_pass.registry.dispatch import Dispatch, follow_ids
 from r3_pass.registry.scores import Root
 from r3_pass.registry.unchanged import number_of
+from r3_pass.registry.zeroed import Zeroed, all_weighed
 
 _ARITHMETIC = frozenset({
     "add", "sub", "mul", "floordiv", "mod", "eq", "ne", "gt", "ge", "lt", "le", "and", "or", "not", "xor", "where", "masked_fill",
     "clamp", "clamp_min", "clamp_max", "clip",
 })  # fmt: skip
 _CASTS = frozenset({"to", "long", "int", "float", "type_as", "half", "bfloat16", "double", "convert_element_type"})
-_MOVES = frozenset({"transpose", "permute", "expand", "t"})
 _LAYOUTS = frozenset({"view", "contiguous", "clone", "detach", "alias"})
 _MAX_VALUES = 4096
 
@@ -72,15 +70,15 @@ def partition(
     if len(used) != 1 or not roots:
         return None
     tables = _tables(flow, used[0], experts)
-    masked = dict(_masked(flow, tables))
-    owned = {kept for kept in masked.values() if kept is not None}
+    masked = list(_masked(flow, tables))
+    owned = {kept for _, _, kept in masked if kept is not None}
     if len(owned) != 1:
         return None
     (kept,) = owned
     first, count = kept[0], len(kept)
     if kept != tuple(range(first, first + count)) or experts % count:
         return None
-    weights = [n for n, mine in masked.items() if mine is not None]
+    weights = [(n, condition) for n, condition, mine in masked if mine is not None]
     for local, table in tables.items():
         if local is used[0] or dims(local) != dims(used[0]) or table.dtype.is_floating_point:
             continue
@@ -88,9 +86,19 @@ def partition(
             continue
         dispatch = follow_ids(flow, (local,), roots, count, k_dim)
         held = [_rows(w) for w in dispatch.weights if len(dims(w)) >= 3]
-        if dispatch.proved and held and set(held) == {count} and _alone(flow, roots, local, weights, dispatch):
+        if not (dispatch.proved and held and set(held) == {count}):
+            continue
+        zeroed = Zeroed(flow, used[0], k_dim, tables, local)
+        if all(zeroed.starts(*w) for w in weights) and _alone(
+            flow, roots, local, [w for w, _ in weights], zeroed, dispatch
+        ):
             return Partition(used[0], local, first, count, dispatch)
     return None
+
+
+def shares(flow: DataFlow, ids: fx.Node, experts: int) -> set[tuple[int, ...]]:
+    """For which experts some weights stay, of those that are zeroed by the id alone."""
+    return {kept for _, _, kept in _masked(flow, _tables(flow, ids, experts)) if kept is not None}
 
 
 def _tables(flow: DataFlow, ids: fx.Node, experts: int) -> dict[fx.Node, Tensor]:
@@ -117,6 +125,8 @@ def _run(flow: DataFlow, node: fx.Node, tables: dict[fx.Node, Tensor]) -> Tensor
         source = flow.operand(node, argument(node, 0, "input", "self"))
         if source not in tables or (name in _CASTS and dims(source) != dims(node)):
             return None
+        if name in _LAYOUTS and value(source).dtype is not value(node).dtype:
+            return None  # view(dtype): the same bits, other numbers
         return tables[source].to(value(node).dtype)
     if name not in _ARITHMETIC or not node.args:
         return None
@@ -148,24 +158,16 @@ def _argument(flow: DataFlow, node: fx.Node, given: Any, tables: dict[fx.Node, T
     return None if number is None else torch.tensor(number, device="cpu")
 
 
-def _masked(flow: DataFlow, tables: dict[fx.Node, Tensor]) -> Iterator[tuple[fx.Node, tuple[int, ...] | None]]:
-    """Floating-point values that are zeroed by the id, and for which ids they stay what they are; None if none or all."""
-    first = next(iter(tables))
+def _masked(flow: DataFlow, tables: dict[fx.Node, Tensor]) -> Iterator[tuple[fx.Node, fx.Node, tuple[int, ...] | None]]:
+    """Floating-point values that are zeroed by the id, by which value, and for which ids they stay; None if none or all."""
     for condition, table in tables.items():
-        shape = _sizes(condition)
-        if shape != _sizes(first) and len(shape) > 1:
-            continue  # cut into other rows: it may meet the weights of other tokens
         for user in flow.users(condition):
             if user in tables or not is_tensor(user) or not value(user).dtype.is_floating_point or is_inplace(user):
                 continue
             keep = _keeps(flow, user, condition, table)
             if keep is not None:
                 kept = tuple(keep.nonzero().flatten().tolist())
-                yield user, kept if 0 < len(kept) < len(table) else None
-
-
-def _sizes(node: fx.Node) -> tuple[Any, ...]:
-    return tuple(size for size in dims(node) if size != 1)
+                yield user, condition, kept if 0 < len(kept) < len(table) else None
 
 
 def _keeps(flow: DataFlow, user: fx.Node, condition: fx.Node, table: Tensor) -> Tensor | None:
@@ -187,37 +189,27 @@ def _keeps(flow: DataFlow, user: fx.Node, condition: fx.Node, table: Tensor) -> 
 
 
 def _alone(
-    flow: DataFlow, roots: Sequence[Root], local: fx.Node, weights: Sequence[fx.Node], dispatch: Dispatch
+    flow: DataFlow,
+    roots: Sequence[Root],
+    local: fx.Node,
+    weights: Sequence[fx.Node],
+    zeroed: Zeroed,
+    dispatch: Dispatch,
 ) -> bool:
     """Whether the router's product reaches the experts and what they make by the local ids and these weights only.
 
     The weights must stay 0 where they are: what is made of them by anything but products and layouts is a way of its own.
     """
     after = _downstream(flow, list(dispatch.events), ())
-    zeroed = set(weights)
-    own: set[fx.Node] = set()
-    for node in sorted(_downstream(flow, weights, ()) - zeroed - after, key=flow.order.__getitem__):
-        if (zeroed & set(flow.inputs(node))) and not _keeps_zeros(flow, node, zeroed):
-            own.add(node)
-        elif zeroed & set(flow.inputs(node)):
-            zeroed.add(node)
-    uses = [n for n in after if zeroed & set(flow.inputs(n))]
-    if not all(spelling(n) in ("mul", *CONTRACTIONS) or is_opaque(n) or _keeps_zeros(flow, n, zeroed) for n in uses):
+    known, own = set(weights), set[fx.Node]()
+    for node in sorted(_downstream(flow, weights, ()) - known - after, key=flow.order.__getitem__):
+        if known & set(flow.inputs(node)):
+            zeroed.read([node])
+            (known if node in zeroed.layouts else own).add(node)
+    if not all_weighed(flow, local, _downstream(flow, [local, *known], ()), dispatch, zeroed):
         return False
-    others = _downstream(flow, [*(root.node for root in roots), *own], (local, *zeroed))
+    others = _downstream(flow, [*(root.node for root in roots), *own], (local, *known))
     return not after & others
-
-
-def _keeps_zeros(flow: DataFlow, node: fx.Node, zeroed: set[fx.Node]) -> bool:
-    """Whether a value is 0 wherever the one that it is made of is."""
-    name = spelling(node)
-    if name == "mul":
-        return True
-    source = flow.operand(node, argument(node, 0, "input", "self"))
-    if source not in zeroed or is_inplace(node):
-        return False
-    filled = name == "masked_fill" and number_of(argument(node, 2, "value")) == 0
-    return filled or name in ("div", "getitem", "index_select", "gather", *_MOVES, *_LAYOUTS, *_CASTS)
 
 
 def _downstream(flow: DataFlow, starts: Sequence[fx.Node], ends: Sequence[fx.Node]) -> set[fx.Node]:

@@ -228,7 +228,13 @@ class _Reader:
         given = [self._operand(node, 0, "input", "self"), self._operand(node, 1, "other")]
         added = [n for n in given if self.flow.kind(n) == "weight"]
         scores = [n for n in given if n not in added]
-        if len(added) != 1 or len(scores) != 1 or "alpha" in node.kwargs or len(node.args) > 2:
+        if (
+            len(added) != 1
+            or len(scores) != 1
+            or not is_tensor(added[0])
+            or "alpha" in node.kwargs
+            or len(node.args) > 2
+        ):
             raise self._unknown(node)
         term = self.read(scores[0])
         shape = dims(added[0])
@@ -483,7 +489,7 @@ def _follow(flow: DataFlow, routing: Routing, start: fx.Node, ids: fx.Node) -> t
     passed: set[fx.Node] = set()
     while True:
         routing = dataclasses.replace(routing, dtype=value(current).dtype)
-        step = _step(flow, routing, current, stage)
+        step = _step(flow, routing, start, current, stage)
         if step is None or dims(step[1]) != dims(ids):
             return routing, current, passed
         routing, current, nodes, stage = step
@@ -491,7 +497,7 @@ def _follow(flow: DataFlow, routing: Routing, start: fx.Node, ids: fx.Node) -> t
 
 
 def _step(
-    flow: DataFlow, routing: Routing, current: fx.Node, stage: int
+    flow: DataFlow, routing: Routing, start: fx.Node, current: fx.Node, stage: int
 ) -> tuple[Routing, fx.Node, set[fx.Node], int] | None:
     """The one next operator that takes all that there is of `current`; None where a fused router ends."""
     users = list(flow.users(current))
@@ -505,7 +511,8 @@ def _step(
     if dtype not in _FLOATS or flow.operand(node, argument(node, 0, "input", "self")) is not current:
         return None
     softens = name in ("softmax", "sigmoid") and dtype in (torch.float32, value(current).dtype)
-    if softens and stage == 0 and routing.scores == "logits":
+    rounded = value(current).dtype is not value(start).dtype
+    if softens and not rounded and stage == 0 and routing.scores == "logits":
         if name == "softmax" and not _is_last(argument(node, 1, "dim"), node):
             return None
         return dataclasses.replace(routing, weights=name), node, {node}, _SOFTENED  # type: ignore[arg-type]  # both names are

@@ -211,6 +211,8 @@ class Unchanged:
         raise Changed("moves them to other tokens")
 
     def _viewed(self, node: fx.Node, first: fx.Node, layout: Layout) -> Layout:
+        if value(node).dtype is not value(first).dtype:
+            raise Changed("reads their bits as other numbers")
         before, after = dims(first), dims(node)
         kept = [(tag, size) for tag, size in zip(layout.tags, before, strict=True) if size != 1]
         if [size for _, size in kept] == [size for size in after if size != 1]:
