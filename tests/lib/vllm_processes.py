@@ -110,6 +110,8 @@ async def served() -> None:
         await asyncio.gather(ended, return_exceptions=True)
     assert await session.errors() == {}
     print(await session.report())
+    for i in (0, 2):
+        await one(f"new-{i}", serving.prompts()[i], 4)
     await session.weights_changed("v2")
     lost = await asyncio.gather(
         *[one(f"old-{i}", serving.prompts()[i], 4) for i in (0, 2)], return_exceptions=True
