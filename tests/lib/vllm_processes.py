@@ -112,7 +112,21 @@ async def served() -> None:
         await asyncio.gather(ended, return_exceptions=True)
     assert await session.errors() == {}
     print(await session.report())
+    for i in (0, 2):
+        await one(f"new-{i}", serving.prompts()[i], 4)
+    await session.weights_changed("v2")
+    lost = await asyncio.gather(
+        *[one(f"old-{i}", serving.prompts()[i], 4) for i in (0, 2)], return_exceptions=True
+    )  # each is told, also where both end in one step
+    assert [type(e) for e in lost] == [StaleRoutes] * 2 and "'old-2-" in str(lost[1]), lost
+    await llm.reset_prefix_cache()
+    left = asyncio.create_task(one("left", serving.prompts()[0], 100))
+    while not llm.output_processor.request_states or not any(
+        s.routed_experts_chunks for s in llm.output_processor.request_states.values()
+    ):
+        await asyncio.sleep(0.01)
     await session.detach()
+    assert (await left).outputs[0].routed_experts is None, "not those that were sent before"
     assert (await one("after", serving.prompts()[0], 4)).outputs[0].routed_experts is None
     llm.shutdown()
 

@@ -50,7 +50,14 @@ def _worker(llm: Any) -> Any:
 def _wrapped(llm: Any) -> list[str]:
     """Methods of the engine's objects that an adapter has put over."""
     worker = _worker(llm)
-    owners = [llm, _core(llm).scheduler, worker, worker.model_runner, worker.model_runner.get_model()]
+    owners = [
+        llm,
+        llm.llm_engine.output_processor,
+        _core(llm).scheduler,
+        worker,
+        worker.model_runner,
+        worker.model_runner.get_model(),
+    ]
     return [n for o in owners for n, v in vars(o).items() if getattr(v, "__qualname__", "").startswith("WrapPoints")]
 
 
@@ -208,6 +215,42 @@ def test_new_weights_void_the_cached_rows(llm: Any, truth: Any, session: Any) ->
         _generate(llm, serving.prompts()[:1])
     llm.reset_prefix_cache()
     truth.check(_generate(llm, serving.prompts()[:1]))
+
+
+def test_a_request_that_loses_its_rows_has_none(llm: Any, session: Any) -> None:
+    """Not those that were sent before: preempted after new weights came, its cached prefix is of the old ones."""
+    engine, scheduler = llm.llm_engine, _core(llm).scheduler
+    for i, prompt in enumerate(serving.prompts()[:3]):
+        engine.add_request(f"r{i}", TokensPrompt(prompt), serving.sampling(12))
+    for _ in range(9):
+        engine.step()
+    session.weights_changed("v2")
+    while scheduler.running:
+        scheduler._preempt_request(scheduler.running.pop(), 0.0)
+    done = _run(engine)
+    assert [c.routed_experts for o in done.values() for c in o.outputs] == [None] * 3
+    # Their errors are not those of a later call.
+    llm.reset_prefix_cache()
+    assert _generate(llm, serving.prompts()[:1])[0].outputs[0].routed_experts is not None
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["detached", "attached again"])
+def test_detach_in_the_middle_of_a_request(llm: Any, again: bool) -> None:
+    llm.reset_prefix_cache()
+    engine, scheduler = llm.llm_engine, _core(llm).scheduler
+    session = r3_pass.runtime.attach(llm)
+    engine.add_request("r", TokensPrompt(serving.prompts()[0]), serving.sampling(12))
+    for _ in range(6):
+        engine.step()
+    session.detach()
+    if again:
+        session = r3_pass.runtime.attach(llm)
+        llm.reset_prefix_cache(reset_running_requests=True)
+    (output,) = _run(engine).values()
+    rows = output.outputs[0].routed_experts
+    assert rows is None if not again else len(rows) == len(output.prompt_token_ids) + 11
+    session.detach()
+    assert not scheduler.running
 
 
 def test_running_requests_are_preempted_by_a_reset(llm: Any, truth: Any, session: Any) -> None:

@@ -29,6 +29,7 @@ from r3_pass.backend import Backend
 from r3_pass.errors import NoRouterFound, PartialCapture, R3Error, RefusedConfiguration
 from r3_pass.runtime.engines.base import EngineAdapter, WrapPoints
 from r3_pass.runtime.engines.vllm_compile import VllmBackend
+from r3_pass.runtime.engines.vllm_front import forget, keep_whole, lacks_rows, processor_of
 from r3_pass.runtime.engines.vllm_routers import Router, find_routers
 from r3_pass.runtime.engines.vllm_scheduler import RouteDelivery
 from r3_pass.runtime.engines.vllm_slots import BlockSlots, find_slots
@@ -78,7 +79,7 @@ class VllmAdapter(EngineAdapter):
         core = core_of(engine)
         self.worker = worker_of(core) if core is not None else engine
         self._scheduler = core.scheduler if core is not None else None
-        self._front = engine if hasattr(engine, "_run_engine") else None
+        self._front = engine if core is not None else None
         self._config = self.worker.vllm_config
         self._captured = captured
         check_version()
@@ -182,6 +183,8 @@ class VllmAdapter(EngineAdapter):
                 self._recorder.close()
             self.wraps.restore()
             self._front_wraps.restore()
+            if (processor := processor_of(self._front)) is not None:
+                forget(processor)
             for router in self._hooked:
                 router.set(None)
             self._hooked = []
@@ -200,13 +203,17 @@ class VllmAdapter(EngineAdapter):
     def _watch(self, engine: Any) -> None:
         """Raise what kept rows from their requests, where `LLM.generate` returns."""
         self._front = engine
+        if (processor := processor_of(engine)) is not None:
+            keep_whole(processor, self._front_wraps)
         if hasattr(engine, "_run_engine"):
             self._front_wraps.wrap(engine, "_run_engine", self._run_engine)
 
     def _run_engine(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         outputs = run(*args, **kwargs)
         if self.delivery is not None:
-            raise_errors(self.delivery.pop_errors(), outputs)
+            errors = self.delivery.pop_errors()  # maybe also of requests that were stepped by hand before
+            if lacks_rows(outputs):
+                raise_errors(errors, outputs)
         return outputs
 
     def _watch_weights(self) -> None:

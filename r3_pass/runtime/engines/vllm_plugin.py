@@ -35,6 +35,7 @@ def register() -> None:
     workers = importlib.import_module("vllm.v1.worker.worker_base").WorkerWrapperBase
     core = importlib.import_module("vllm.v1.engine.core").EngineCore
     scheduler = importlib.import_module("vllm.v1.core.sched.scheduler").Scheduler
+    processor = importlib.import_module("vllm.v1.engine.output_processor").OutputProcessor
     if hasattr(core, CALL):
         return
     setattr(core, CALL, _core_call)
@@ -42,6 +43,7 @@ def register() -> None:
     _after(scheduler, "__init__", _deliver)
     _before(workers, "init_device", _check)
     _after(workers, "initialize_from_config", _attach)
+    _after(processor, "__init__", _keep_whole)
 
 
 def _after(owner: Any, name: str, then: Callable[[Any], None]) -> None:
@@ -94,6 +96,13 @@ def _deliver(scheduler: Any) -> None:
     from r3_pass.runtime.engines.vllm_scheduler import RouteDelivery
 
     setattr(scheduler, DELIVERY, RouteDelivery(scheduler))
+
+
+def _keep_whole(processor: Any) -> None:
+    from r3_pass.runtime.engines.base import WrapPoints
+    from r3_pass.runtime.engines.vllm_front import keep_whole
+
+    keep_whole(processor, WrapPoints())
 
 
 # ---- called by the front end ------------------------------------------------------------------------------------

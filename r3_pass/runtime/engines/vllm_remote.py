@@ -17,6 +17,7 @@ from r3_pass.errors import RefusedConfiguration
 from r3_pass.report import RejectedEntry, SiteEntry
 from r3_pass.runtime.engines.base import WrapPoints
 from r3_pass.runtime.engines.vllm import error_of, raise_errors
+from r3_pass.runtime.engines.vllm_front import lacks_rows, own_errors
 from r3_pass.runtime.engines.vllm_plugin import CALL, SWITCH, asked
 from r3_pass.version import __version__
 
@@ -90,7 +91,9 @@ class RemoteSession:
 
     def _run_engine(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         outputs = run(*args, **kwargs)
-        raise_errors(self.errors(), outputs)
+        errors = self.errors()  # maybe also of requests that were stepped by hand before
+        if lacks_rows(outputs):
+            raise_errors(errors, outputs)
         return outputs
 
 
@@ -101,6 +104,7 @@ class AsyncRemoteSession:
         self._client = client
         self._wraps = WrapPoints()
         self._attaching: asyncio.Future[Any] | None = None
+        self._errors: dict[str, str] = {}  # popped, and of requests that have not returned yet
         self._wraps.wrap(engine, "generate", self._generate)
 
     def __await__(self) -> Generator[Any, None, AsyncRemoteSession]:
@@ -119,7 +123,8 @@ class AsyncRemoteSession:
         return _report(await self._call("report"))
 
     async def errors(self) -> dict[str, str]:
-        found: dict[str, str] = await self._call("errors")
+        found: dict[str, str] = self._errors | await self._call("errors")
+        self._errors = {}
         return found
 
     async def weights_changed(self, tag: str | int | None) -> None:
@@ -139,12 +144,12 @@ class AsyncRemoteSession:
 
     async def _generate(self, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         await self._attach()
+        lost = False
         async for output in generate(*args, **kwargs):
-            missing = output.finished and any(
-                c.routed_experts is None and c.finish_reason != "abort" for c in output.outputs
-            )
-            if missing:
-                raise_errors(await self.errors(), [output])
+            lost |= lacks_rows([output])  # streamed, each sequence ends in an output of its own
+            if output.finished and lost:
+                self._errors |= await self._call("errors")
+                raise_errors(own_errors(self._errors, output.request_id), [output])
             yield output
 
 
