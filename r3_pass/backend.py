@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from r3_pass.binding import Binding, Place, Placement, find_binding
+from r3_pass.binding import Binding, Placement, find_binding
 from r3_pass.errors import R3Error, RefusedConfiguration
 from r3_pass.given import OnBadRow
 from r3_pass.inner import Compiled, Inner, compile_with
@@ -27,8 +27,10 @@ from r3_pass.passes.record import rewrite
 from r3_pass.passes.replay import force
 from r3_pass.passes.site import Accepted, Match, Rejected
 from r3_pass.passes.witness import Witnesses
+from r3_pass.places import Place
 from r3_pass.registry.dataflow import value
-from r3_pass.replay import ForcedGraph, Replay, Replays, frames
+from r3_pass.replay import ForcedGraph, Replay
+from r3_pass.replays import Replays, frames
 from r3_pass.report import GraphRecord, Report
 
 Mode = Literal["record", "replay", "both"]

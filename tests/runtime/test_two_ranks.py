@@ -15,6 +15,7 @@ import ranks
 import torch
 import torch.distributed as dist
 from decoder import D, Decoder, Moe, decoder, prompt, truth
+from processes import on_ranks
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_gather_tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -161,7 +162,7 @@ def everything() -> Any:
 
 @pytest.fixture(scope="module")
 def seen() -> list[Any]:
-    return ranks.run(everything)
+    return on_ranks(ranks.WORLD, everything)
 
 
 def test_replicas_export_their_own_requests(seen: list[Any]) -> None:
