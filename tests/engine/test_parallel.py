@@ -105,14 +105,14 @@ def _plain(result: Result) -> Served:
     return result.prompt_token_ids + result.token_ids, result.routed_experts, error, result.finish_reason
 
 
-RUNS = [
-    pytest.param((split, device), id=f"{split}-{device}", marks=marks(split, device))
-    for device in ("cpu", "cuda")
-    for split in SPLITS
-]
-
-
-@pytest.fixture(scope="module", params=RUNS)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((split, device), id=f"{split}-{device}", marks=marks(split, device))
+        for device in ("cpu", "cuda")
+        for split in SPLITS
+    ],
+)
 def served(request: Any, tmp_path_factory: Any) -> tuple[list[dict[str, Any]], Truth, str]:
     """What both ranks saw, the truth, and how the model was split."""
     split, device = request.param
@@ -122,21 +122,13 @@ def served(request: Any, tmp_path_factory: Any) -> tuple[list[dict[str, Any]], T
     return on_ranks(ranks.WORLD, serve, str(path), split, device, device=device), Truth(model), split
 
 
-@pytest.mark.parametrize(
-    ("served", "case"),
-    [
-        pytest.param(*run.values, case, id=f"{run.id}-{case}", marks=run.marks)
-        for run in RUNS
-        for case in SPLITS[run.values[0][0]]  # type: ignore[index]
-    ],
-    indirect=["served"],
-)
-def test_rows_are_those_of_a_prefill_on_one_process(served: Any, case: str) -> None:
+def test_rows_are_those_of_a_prefill_on_one_process(served: Any) -> None:
     (first, second), truth, split = served
-    for tokens, rows, error, reason in first[case]:
-        assert error is None and reason == "length"
-        assert rows.dtype == np.int16 and np.array_equal(rows, truth.rows(tuple(tokens))[:-1])
-    assert [tokens for tokens, *_ in second[case]] == [tokens for tokens, *_ in first[case]]
+    for case in SPLITS[split]:
+        for tokens, rows, error, reason in first[case]:
+            assert error is None and reason == "length", case
+            assert rows.dtype == np.int16 and np.array_equal(rows, truth.rows(tuple(tokens))[:-1]), case
+        assert [tokens for tokens, *_ in second[case]] == [tokens for tokens, *_ in first[case]], case
     assert first["hits"] >= 2 and first["preempted"]
     assert all(min(first[f"accepted, {name}"]) > 0 for name in SPLITS[split][3:])
 
