@@ -197,6 +197,7 @@ def test_a_rank_that_does_not_come_to_the_comparison(seen: list[Any]) -> None:
     """It is named, after a bounded wait; what the rank itself has to say comes first."""
     (*_, said), (*_, nothing) = seen
     assert re.search(
-        r"^RefusedConfiguration: self_test: not every .* within 1 s: .*Ranks 1 failed .*call it together", said[0]
+        r"^RefusedConfiguration: self_test: not every .* within 1 s: .*Ranks 1 failed .*which all ranks call together",
+        said[0],
     )
     assert said[1:] == ["NoRouterFound: none ran"] and nothing == []
