@@ -200,11 +200,13 @@ class Steps:
             self._delivery.arrivals.raise_failure()
 
     def _give_up(self, step: Step, tokens: int | None) -> None:
-        """After a step that failed: slots of which only some layers were written are void, and the next step starts afresh."""
+        """After a step that failed: slots that were not seen to be written whole are void, and the next step starts afresh.
+
+        So are those of which nothing was written: the forward may have gone another way, and left their KV behind.
+        """
         binding = self._store.binding
         complete = bool(binding.calls) and all(binding.calls) and not binding.problems and not binding.refused
-        complete = complete and not binding.paused
-        if (binding.captured or any(binding.calls) or binding.paused > 0) and not complete:
+        if binding.paused or not complete:
             self._store.void(tokens)
         if step.staged is not None:
             self._delivery.give_up(step.staged)
