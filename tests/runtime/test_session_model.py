@@ -120,11 +120,11 @@ class Engine:
         self.open = set()
         if self.late:
             self.exporter.fails = None
-        if gap or how == "before":
+        if gap:
             return
-        lost = how == "memory" and self.late
+        lost = how == "before" or (how == "memory" and self.late)
         model.write(slots, [None] * len(slots) if lost else tokens)
-        if how != "after":
+        if how not in ("before", "after"):
             for n, start, of in parts:
                 if n not in self.ended:
                     model.extend(n, start, [None] * len(of) if lost else of)
