@@ -6,8 +6,8 @@
     bench.bar("us at T = 256", row["adds"], "<=", 6.5, explain={"on": graph.replay})
     bench.finish()                                                   # writes --out; fails if a bar was missed
 
-A bar is judged on a GPU and at full size only, unless it says `anywhere`. Where one is missed, what explains it is profiled then and
-there, into a file beside the results.
+A bar is judged on a GPU and at full size only, unless it says `anywhere`. Where one is missed, what explains it is profiled then
+and there, into a file beside the results.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ _PROFILED = 15  # rows of a profile
 
 def arguments(doc: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
-    parser.add_argument("--tiny", action="store_true", help="run all of it in seconds, on any CPU: the figures mean nothing")
+    parser.add_argument(
+        "--tiny", action="store_true", help="run all of it in seconds, on any CPU: the figures mean nothing"
+    )
     parser.add_argument("--out", type=Path, help="raw results as JSON; profiles of what misses its bar lie beside it")
     return parser
 

@@ -12,7 +12,8 @@ On a GPU. All variants route with the same compiled code (`routing_model.py`) an
 Three tables: GPU time in a CUDA graph, of a model that is compiled as one; the same of one whose layers are compiled by themselves,
 where each layer's graph records; and the host's time of a forward without CUDA graphs, from an idle GPU. Microseconds per forward.
 Each variant is captured several times, since two captures of the same code differ by some microseconds; replays of all alternate,
-and a figure is the median over captures of each capture's median.
+and a figure is the median over captures of each capture's median. Slot mappings lie on the device: rows stay in the buffer, and
+their delivery is no part of this.
 
 The floor is one more kernel in a CUDA graph, and the bytes that must move over the bandwidth of a copy: ids in (int64), rows out
 (int16; over the bus for "pinned").
@@ -101,7 +102,7 @@ def whole(bench: Bench, name: str, geometry: tuple[int, int, int], tokens: int, 
     setting.buffer.fill_(-1)
     for variant, (there, _) in sessions.items():
         setting.check(there, graphs[variant][0], graphs["put"][0])
-    steps = [recording(graphs[variant], setting.slots) for variant in sessions]
+    steps = [recording(graphs[variant], setting.on_device) for variant in sessions]
     level = alternate(graphs, given.rounds, given.replays)
     off = statistics.median(level["off"])
     row: dict[str, Any] = {"geometry": name, "tokens": tokens, "off": off}
@@ -143,7 +144,7 @@ def by_layer(bench: Bench, name: str, geometry: tuple[int, int, int], tokens: in
     setting.check(session, graphs["r3_pass"][0], graphs["put"][0])
     host = host_time(session, setting.slots, {"off": off, "r3_pass": on, "put": put}, given.calls)
     bench.add("host", {"geometry": name, "tokens": tokens, "compiled": "by layer", **host})
-    step = recording(graphs["r3_pass"], setting.slots)
+    step = recording(graphs["r3_pass"], setting.on_device)
     level = {
         variant: statistics.median(found) for variant, found in alternate(graphs, given.rounds, given.replays).items()
     }
@@ -213,12 +214,16 @@ def host_time(
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--tokens", type=int, nargs="+", help="for every geometry; by default 256, 1 and 8192 for R1 and 256")
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", help="for every geometry; by default 256, 1 and 8192 for R1 and 256"
+    )
     parser.add_argument("--geometry", choices=list(GEOMETRIES), nargs="+", default=list(GEOMETRIES))
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--replays", type=int, default=20)
     parser.add_argument("--calls", type=int, default=200, help="forwards of each way for the host's time")
-    parser.add_argument("--captures", type=int, default=3, help="CUDA graphs of each variant: two of the same differ, too")
+    parser.add_argument(
+        "--captures", type=int, default=3, help="CUDA graphs of each variant: two of the same differ, too"
+    )
     given = parser.parse_args()
     geometries = {name: GEOMETRIES[name] for name in given.geometry}
     if given.tiny:
@@ -241,7 +246,18 @@ def main() -> None:
 
 def report(bench: Bench, floor: dict[str, float]) -> None:
     rows = bench.rows
-    headers = ["geometry", "T", "routing alone", "r3_pass adds", "floor", "above it", "pinned adds", "its floor", "put adds", "spread"]
+    headers = [
+        "geometry",
+        "T",
+        "routing alone",
+        "r3_pass adds",
+        "floor",
+        "above it",
+        "pinned adds",
+        "its floor",
+        "put adds",
+        "spread",
+    ]
     print(
         table(
             headers,

@@ -28,7 +28,19 @@ import numpy as np
 import torch
 from bench import CUDA, Bench, arguments, inner, table
 from graphs import floors, microseconds
-from qwen3 import BLOCK, PARTS, VARIANTS, attach, backend_of, build, engine_of, read_bytes, settle, sharing_weights, unfused
+from qwen3 import (
+    BLOCK,
+    PARTS,
+    VARIANTS,
+    attach,
+    backend_of,
+    build,
+    engine_of,
+    read_bytes,
+    settle,
+    sharing_weights,
+    unfused,
+)
 
 from r3_pass.runtime import SegmentBatch
 

@@ -26,7 +26,7 @@ class Graph:
     def __init__(self, run: Callable[[], Any], session: r3_pass.runtime.Session | None = None, tokens: int = 0) -> None:
         self.run = run
         self.session = session
-        self.slots = np.full(tokens, -1)
+        self.slots: Any = np.full(tokens, -1)
         if not CUDA:
             self.result = self._once()
             return
@@ -54,7 +54,7 @@ class Graph:
             self._once()
 
 
-def recording(graphs: Sequence[Graph], slots: np.ndarray) -> Any:
+def recording(graphs: Sequence[Graph], slots: Any) -> Any:
     """Have replays of one session's graphs record into `slots`, in a step that is never left: keep it until the last of them."""
     session = graphs[0].session
     assert session is not None
@@ -93,7 +93,7 @@ def alternate(graphs: Mapping[str, Sequence[Graph]], rounds: int, replays: int) 
 
 
 def floors(replays: int = 20) -> dict[str, float]:
-    """What no kernel goes below here: us of an empty kernel alone in a CUDA graph, and of one more in a long one; GB/s of copies."""
+    """What no kernel goes below here: us of an empty kernel in a CUDA graph, alone and as one more of many; GB/s of copies."""
     x = torch.zeros(1, device=DEVICE)
 
     def empty(count: int) -> float:

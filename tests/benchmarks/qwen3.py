@@ -1,4 +1,4 @@
-"""Qwen3-30B-A3B's geometry with random weights in the reference engine, as the benchmarks of whole forwards and of serving run it."""
+"""Qwen3-30B-A3B's geometry with random weights in the reference engine, for the benchmarks of whole forwards and of serving."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import r3_pass
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
-from engine import Engine, ReferenceAdapter  # noqa: E402
+from engine import Engine, ReferenceAdapter
 
 BLOCK = 16
 VARIANTS = ["off", "on", "fused"]

@@ -4,11 +4,11 @@
 
 Qwen3-30B-A3B's geometry with random weights in bfloat16 behind the reference engine (`examples/engine`), decodes in CUDA graphs:
 random prompts, `concurrency` requests at a time, the next one as soon as one ends. Two engines live side by side over the same
-weights, one compiled without r3_pass, one with it and with a session that hands out every request's rows; runs over the same prompts
-alternate, and so does which of the two goes first. A ratio is the median over the rounds of each round's own.
+weights, one compiled without r3_pass, one with it and with a session that hands out every request's rows; runs over the same
+prompts alternate, and so does which of the two goes first. A ratio is the median over the rounds of each round's own.
 
-`--parts blocks` (all 48 layers, 61 GB) compiles each layer's MoE block by itself and leaves the rest eager; `--parts model` compiles
-the model as one, minutes for a few layers. Rounds are run until `seconds` are over, three at least.
+`--parts blocks` (all 48 layers, 61 GB) compiles each layer's MoE block by itself and leaves the rest eager; `--parts model`
+compiles the model as one, minutes for a few layers. Rounds are run until `seconds` are over, three at least.
 """
 
 from __future__ import annotations
@@ -131,7 +131,11 @@ def measure(bench: Bench, model: Any) -> None:
     for variant in ("off", "on"):
         servers[variant] = Server(variant, model, given)
         print(f"{variant}: compiled and captured in {servers[variant].seconds:.0f} s", flush=True)
-    few = np.random.default_rng(1000).integers(0, vocabulary, (2 * given.max_batch_tokens // given.prompt, given.prompt)).tolist()
+    few = (
+        np.random.default_rng(1000)
+        .integers(0, vocabulary, (2 * given.max_batch_tokens // given.prompt, given.prompt))
+        .tolist()
+    )
     for server in servers.values():  # prefills of all kinds, once
         server.serve(few, min(given.new, 8), given.concurrency)
     runs: dict[str, list[dict[str, float]]] = {variant: [] for variant in servers}
@@ -162,7 +166,9 @@ def measure(bench: Bench, model: Any) -> None:
 
     explain = {variant: served(variant) for variant in servers}
     for name, (must, limit) in LIMITS.items():
-        bench.bar(f"serving, {name}, on / off", statistics.median(ratios[name]), must, limit, explain=explain, host=True)
+        bench.bar(
+            f"serving, {name}, on / off", statistics.median(ratios[name]), must, limit, explain=explain, host=True
+        )
         explain = explain if bench.bars[-1]["met"] is not False else {}  # one profile explains them all
 
 
@@ -183,7 +189,7 @@ def report(bench: Bench) -> None:
     compiled = "the model compiled as one" if given.parts == "model" else "compiled by MoE block"
     print(
         f"\n{given.layers} of 48 layers, {compiled}; {given.requests} requests of {given.prompt} + {given.new} tokens, "
-        f"{given.concurrency} at a time; {rows[0]['rounds']} rounds; {100 * rows[0]['equal tokens']:.0f}% of requests got equal tokens"
+        f"{given.concurrency} at a time; {rows[0]['rounds']} rounds; {100 * rows[0]['equal tokens']:.0f}% of answers equal"
     )
 
 
