@@ -65,18 +65,11 @@ class Decodes:
     The rows of one prompt are recorded once; every request takes them over as a prefix hit: the length is what matters here.
     """
 
-    def __init__(self, geometry: tuple[int, int, int], batch: int, context: int, steps: int) -> None:
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        layers, top_k, _ = geometry
-        self.batch, self.context, self.shape = batch, context, (batch, layers, top_k)
-        model = Routers(*geometry).to(DEVICE).eval().requires_grad_(False)
-        compiled = torch.compile(model, backend=r3_pass.backend("eager"), dynamic=False)
+    def __init__(self, compiled: Any, batch: int, context: int, steps: int) -> None:
+        self.batch, self.context = batch, context
         room = steps + 1
         chunk = min(context, 4096)
-        self.session = r3_pass.runtime.attach(
-            compiled, num_slots=context + batch * room, max_tokens=max(chunk, batch), num_layers=layers
-        )
+        self.session = r3_pass.runtime.attach(compiled, num_slots=context + batch * room, max_tokens=max(chunk, batch))
         for first in range(0, context, chunk):
             slots = np.arange(first, min(first + chunk, context))
             with self.session.step(slots):
@@ -130,16 +123,17 @@ def upload(batch: int) -> float:
     return statistics.median(times)
 
 
-def measure(bench: Bench, name: str, geometry: tuple[int, int, int], context: int) -> dict[str, Any]:
+def measure(bench: Bench, name: str, geometry: tuple[int, int, int], compiled: Any, context: int) -> dict[str, Any]:
     given = bench.given
-    decodes = Decodes(geometry, given.batch, context, given.steps + 60)  # 60: what a profile runs
+    shape = (given.batch, *geometry[:2])
+    decodes = Decodes(compiled, given.batch, context, given.steps + 60)  # 60: what a profile runs
     loop = Loop(given.batch, context, *geometry[:2])
     times: dict[str, list[float]] = {"enter": [], "leave": [], "step": [], "loop": []}
     gc.collect()
     gc.disable()
     for step in range(given.steps):
         enter, leave = decodes.step()
-        block = np.zeros(decodes.shape, np.int16)
+        block = np.zeros(shape, np.int16)
         listed = [context + step] * given.batch
         began = time.perf_counter()
         loop.take(block, listed)
@@ -161,7 +155,7 @@ def measure(bench: Bench, name: str, geometry: tuple[int, int, int], context: in
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--contexts", type=int, nargs="+", default=[512, 4096, 8192])
+    parser.add_argument("--contexts", type=int, nargs="+", default=[512, 4096])
     parser.add_argument("--geometry", choices=list(GEOMETRIES), nargs="+", default=list(GEOMETRIES))
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--steps", type=int, default=300)
@@ -171,7 +165,11 @@ def main() -> None:
         geometries, given.contexts, given.batch, given.steps = TINY, [8, 16], 4, 10
     bench = Bench(given)
     for name, geometry in geometries.items():
-        rows = [measure(bench, name, geometry, context) for context in given.contexts]
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Routers(*geometry).to(DEVICE).eval().requires_grad_(False)
+        compiled = torch.compile(model, backend=r3_pass.backend("eager"), dynamic=True)
+        rows = [measure(bench, name, geometry, compiled, context) for context in given.contexts]
         longest, shortest = (choose(rows, key=lambda row: row["context"])["step"] for choose in (max, min))
         bench.bar(f"a step at the longest context / at the shortest, {name}", longest / shortest, "<=", FLAT)
     print(

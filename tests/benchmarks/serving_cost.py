@@ -8,7 +8,7 @@ weights, one compiled without r3_pass, one with it and with a session that hands
 prompts alternate, and so does which of the two goes first. A ratio is the median over the rounds of each round's own.
 
 `--parts blocks` (all 48 layers, 61 GB) compiles each layer's MoE block by itself and leaves the rest eager; `--parts model`
-compiles the model as one, minutes for a few layers. Rounds are run until `seconds` are over, three at least.
+compiles the model as one, minutes for a few layers. As many rounds are run as fit into `seconds`.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=256)
     parser.add_argument("--requests", type=int, default=512, help="of a run")
     parser.add_argument("--max-batch-tokens", type=int, default=8192)
-    parser.add_argument("--seconds", type=float, default=150.0, help="no further round begins after them")
-    parser.add_argument("--rounds", type=int, default=3, help="of these there are so many at least")
+    parser.add_argument("--seconds", type=float, default=150.0, help="for all rounds: as many as fit")
+    parser.add_argument("--rounds", type=int, default=2, help="at least, however long they take")
     given = parser.parse_args()
     if given.tiny:
         given.layers, given.prompt, given.new, given.concurrency, given.requests = 2, 12, 4, 4, 6
@@ -140,7 +140,8 @@ def measure(bench: Bench, model: Any) -> None:
         server.serve(few, min(given.new, 8), given.concurrency)
     runs: dict[str, list[dict[str, float]]] = {variant: [] for variant in servers}
     began, same, number = time.perf_counter(), [], 0
-    while number < given.rounds or time.perf_counter() - began < given.seconds:
+    spent = 0.0
+    while number < given.rounds or spent * (number + 1) / number <= given.seconds:
         prompts = np.random.default_rng(number).integers(0, vocabulary, (given.requests, given.prompt)).tolist()
         tokens = {}
         for variant in list(servers)[:: 1 if number % 2 else -1]:
@@ -150,6 +151,7 @@ def measure(bench: Bench, model: Any) -> None:
             bench.add("runs", {"round": number, "variant": variant, **measured})
         same.append(statistics.mean(tokens["on"][prompt] == ids for prompt, ids in tokens["off"].items()))
         number += 1
+        spent = time.perf_counter() - began
     ratios = {
         name: [on[name] / off[name] for on, off in zip(runs["on"], runs["off"], strict=True)] for name in MEASURES
     }
