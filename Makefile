@@ -11,7 +11,7 @@ TORCH_VERSIONS ?= 2.11.0 newest
 # For `make test-vllm`: the python of an environment that has vLLM and what the tests need; by default, one of its own.
 VLLM_PYTHON ?=
 
-.PHONY: help venv demo test test-all test-vllm architectures check test-versions wheel clean
+.PHONY: help venv demo test test-all test-vllm architectures benchmarks check test-versions wheel clean
 
 help:
 	@echo 'make demo           record the routing of a small Qwen3-MoE, served by continuous batching'
@@ -19,6 +19,7 @@ help:
 	@echo 'make test-all       the same, and every architecture in every way of compiling it (half an hour more)'
 	@echo 'make test-vllm      the tests on vLLM, in an environment of its own (four minutes and 3.5 GB to install)'
 	@echo 'make architectures  record every architecture and router, and write docs/architectures.md (a quarter of an hour)'
+	@echo 'make benchmarks     every measured figure beside its bar, on one GPU (half an hour)'
 	@echo 'make check          formatting, lints and types'
 	@echo 'make test-versions  the core tests on each torch of TORCH_VERSIONS ($(TORCH_VERSIONS))'
 	@echo 'make wheel          dist/: an sdist, and the wheel built from it'
@@ -46,6 +47,9 @@ test-all: venv
 
 architectures: venv
 	$(BIN)/python tests/lib/all_architectures.py --routers --write docs/architectures.md
+
+benchmarks: venv
+	$(BIN)/python tests/benchmarks/all.py --out build/benchmarks --minutes 60
 
 check: venv
 	$(BIN)/ruff format --check .

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 BENCHMARKS = Path(__file__).parent / "benchmarks"
 
@@ -42,6 +43,8 @@ def test_runs(
     name: str, arguments: list[str], tables: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "results.json"
+    limit = torch._dynamo.config.recompile_limit
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", limit)  # for other tests, whatever a benchmark sets
     monkeypatch.setattr(sys, "argv", [name, "--tiny", "--out", str(out), *arguments])
     load(name).main()
     found = json.loads(out.read_text())

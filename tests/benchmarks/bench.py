@@ -13,9 +13,10 @@ and there, into a file beside the results.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import cProfile
 import datetime
-import importlib.util
+import importlib.metadata
 import io
 import json
 import operator
@@ -56,9 +57,9 @@ def machine(given: argparse.Namespace) -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name() if CUDA else "none", "cpus": os.cpu_count(), "processor": platform.machine(),
         "torch": torch.__version__, "python": platform.python_version(), "r3_pass": r3_pass.__version__,
     }  # fmt: skip
-    for name in ("triton", "transformers"):
-        if importlib.util.find_spec(name) is not None:
-            found[name] = importlib.import_module(name).__version__
+    for name in ("triton", "transformers"):  # by what is installed: importing them takes seconds
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
     return {**found, "date": datetime.date.today().isoformat(), **vars(given)}
 
 
@@ -114,7 +115,11 @@ class Bench:
     def _keep_profile(self, title: str, run: Callable[[], Any], host: bool) -> None:
         try:
             text = f"## {title}\n\n{profiled(run, host)}\n"
-        except RuntimeError as error:  # a profiler that cannot start is no reason to lose the figures
+        except (
+            RuntimeError,
+            ValueError,
+            r3_pass.R3Error,
+        ) as error:  # no reason to lose the figures that are still to come
             text = f"## {title}\n\nnot profiled: {error}\n"
         print(text, flush=True)
         if self.given.out:
