@@ -41,6 +41,8 @@ TOKENS = {"R1 (62 x 8 of 256)": [256, 1, 8192], "Qwen3-30B-A3B (48 x 8 of 128)":
 TINY = {"tiny (3 x 2 of 8)": (3, 2, 8)}
 LIMITS = {256: 6.5, 8192: 20.0}
 SHARE, HOST = 1 / 3, 30.0
+ROUNDED = 1e-3
+"""Choices that two compilations may make differently, where scores are next to one another."""
 
 
 class Setting:
@@ -80,8 +82,9 @@ class Setting:
                 ours.run()
         if put is not None:
             put.replay()
-        if not np.array_equal(session.read(self.slots), self.buffer[self.on_device].cpu().numpy()):
-            raise SystemExit("the two ways recorded different ids")
+        differ = float((session.read(self.slots) != self.buffer[self.on_device].cpu().numpy()).any(-1).mean())
+        if differ > ROUNDED:
+            raise SystemExit(f"the two ways recorded different ids, in {100 * differ:.2f}% of all choices")
 
 
 def whole(bench: Bench, name: str, geometry: tuple[int, int, int], tokens: int, floor: dict[str, float]) -> None:
@@ -126,7 +129,8 @@ def whole(bench: Bench, name: str, geometry: tuple[int, int, int], tokens: int, 
     del steps
     if tokens not in (1, 8192):
         session = setting.attach(on)  # the one before has a step open
-        host(bench, name, setting, session, "as one", {"off": lambda: on(x), "r3_pass": lambda: on(x), "put": put})
+        ways = {"off": lambda: plain(x), "outside": lambda: on(x), "r3_pass": lambda: on(x), "put": put}
+        host(bench, name, setting, session, "as one", ways)
         session.detach()
 
 
@@ -152,7 +156,7 @@ def by_layer(bench: Bench, name: str, geometry: tuple[int, int, int], tokens: in
     graphs = {variant: [make() for _ in range(given.captures)] for variant, make in runs.items()}
     setting.buffer.fill_(-1)
     setting.check(session, graphs["r3_pass"][0], graphs["put"][0])
-    host(bench, name, setting, session, "by layer", {"off": off, "r3_pass": on, "put": put})
+    host(bench, name, setting, session, "by layer", {"off": off, "outside": on, "r3_pass": on, "put": put})
     step = recording(graphs["r3_pass"], setting.on_device)
     level = {variant: statistics.median(found) for variant, found in alternate(graphs, *setting.effort).items()}
     row = {"geometry": name, "tokens": tokens, "off": level["off"]}
@@ -183,7 +187,7 @@ def host(
         with session.step(setting.slots):
             runs["r3_pass"]()
 
-    explain = {"a forward inside its step": once, "a forward outside": runs["off"]}
+    explain = {"a forward inside its step": once, "a forward without r3_pass": runs["off"]}
     figure = f"host adds to a forward without CUDA graphs, us, {name}"
     bench.bar(figure, found["r3_pass"], "<=", HOST, explain=explain, host=True)
 
@@ -291,11 +295,11 @@ def report(bench: Bench, floor: dict[str, float]) -> None:
     print("\nthe same, each layer compiled by itself, all of them in one CUDA graph")
     print(
         table(
-            ["geometry", "T", "compiled", "a forward", "r3_pass adds", "put adds"],
+            ["geometry", "T", "compiled", "without r3_pass", "outside a step adds", "recording adds", "put adds"],
             [
                 (
-                    row["geometry"], row["tokens"], row["compiled"], f"{row['off']:.0f}", f"**{row['r3_pass']:.1f}**",
-                    f"{row['put']:.1f}",
+                    row["geometry"], row["tokens"], row["compiled"], f"{row['off']:.0f}", f"{row['outside']:.1f}",
+                    f"**{row['r3_pass']:.1f}**", f"{row['put']:.1f}",
                 )
                 for row in rows["host"]
             ],
