@@ -14,7 +14,7 @@ VLLM_PYTHON ?=
 # For `make machine`: random histories of the reference engine; the tests run a few.
 EXAMPLES ?= 20000
 
-.PHONY: help venv demo test test-all test-vllm test-extras machine architectures check test-versions wheel clean
+.PHONY: help venv demo test test-all test-vllm test-extras machine architectures benchmarks check test-versions wheel clean
 
 help:
 	@echo 'make demo           record the routing of a small Qwen3-MoE, served by continuous batching'
@@ -24,6 +24,7 @@ help:
 	@echo 'make test-extras    the tests on TRL and on Ray, in an environment of its own'
 	@echo 'make machine        the reference engine through $(EXAMPLES) random histories, each row proved'
 	@echo 'make architectures  record every architecture and router, and write docs/architectures.md (a quarter of an hour)'
+	@echo 'make benchmarks     every measured figure beside its bar, on one GPU (half an hour)'
 	@echo 'make check          formatting, lints and types'
 	@echo 'make test-versions  the core tests on each torch of TORCH_VERSIONS ($(TORCH_VERSIONS))'
 	@echo 'make wheel          dist/: an sdist, and the wheel built from it'
@@ -62,6 +63,9 @@ machine: venv
 
 architectures: venv
 	$(BIN)/python tests/lib/all_architectures.py --routers --write docs/architectures.md
+
+benchmarks: venv
+	$(BIN)/python tests/benchmarks/all.py --out build/benchmarks --minutes 60
 
 check: venv
 	$(BIN)/ruff format --check .

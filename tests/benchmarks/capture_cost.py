@@ -2,228 +2,315 @@
 
     python tests/benchmarks/capture_cost.py [--out results.json]
 
-On a GPU, in CUDA graphs, microseconds of GPU time per forward. All variants route with the same compiled code (linear, softmax,
-top-k, normalise, then a custom op in the place of the experts, so that nothing else hides the cost) and differ in what
-they do with the ids:
+On a GPU. All variants route with the same compiled code (`routing_model.py`) and differ in what they do with the ids:
 
-    off         nothing
+    off         nothing: the same compiled model outside a step
     r3_pass     the record op that the backend inserts: one launch for all layers, int16
     pinned      the same into a slot buffer in page-locked memory of the host (`placement="pinned"`)
-    per layer   `view.index_put_((slots,), ids)` into an int32 buffer, once per layer, with the cast to int32 left to Inductor
-    per layer 8 the same into an int64 buffer: no cast, twice the memory
+    put         `view.index_put_((slots,), ids)` into an int32 buffer, once per layer, with the cast to int32 left to Inductor
 
-"off" is the same compiled model outside a step. Each variant is captured several times, since two captures of the same
-code differ by some microseconds; replays of all alternate, and a figure is the median over captures of each capture's
-median. The floor is one empty kernel in a CUDA graph, measured in the same run.
+Three tables: GPU time in a CUDA graph, of a model that is compiled as one; the same of one whose layers are compiled by themselves,
+where each layer's graph records; and the host's time of a forward without CUDA graphs, from an idle GPU. Microseconds per forward.
+Each variant is captured several times, since two captures of the same code differ by some microseconds; replays of all alternate,
+and a figure is the median over captures of each capture's median. Slot mappings lie on the device: rows stay in the buffer, and
+their delivery is no part of this.
+
+The floor is one more kernel in a CUDA graph, and the bytes that must move over the bandwidth of a copy: ids in (int64), rows out
+(int16; over the bus for "pinned"). By layer, it is one more kernel for each.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
-import datetime
 import functools
-import json
-import platform
 import statistics
+import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from bench import CUDA, DEVICE, Bench, arguments, inner, table
+from graphs import Graph, alternate, floors, recording
+from routing_model import HIDDEN, Routers
 
 import r3_pass
 
-HIDDEN, SLOTS = 64, 65_536
 GEOMETRIES = {"R1 (62 x 8 of 256)": (62, 8, 256), "Qwen3-30B-A3B (48 x 8 of 128)": (48, 8, 128)}
-
-_ops = torch.library.Library("r3_bench", "FRAGMENT")
-if not hasattr(torch.ops.r3_bench, "experts"):  # pytest imports this file once more
-    _ops.define("experts(Tensor x, Tensor ids, Tensor w, Tensor bank) -> Tensor")
-    _ops.impl("experts", lambda x, ids, w, bank: x + 1, "CompositeExplicitAutograd")
-    _ops.define("put(Tensor(a!) buffer, int layer, Tensor slots, Tensor ids) -> ()")
-    _ops.impl("put", lambda buffer, layer, slots, ids: (buffer[:, layer].index_put_((slots,), ids), None)[1], "CUDA")
-    _ops.impl("put", lambda buffer, layer, slots, ids: None, "Meta")
+TOKENS = {"R1 (62 x 8 of 256)": [256, 1, 8192], "Qwen3-30B-A3B (48 x 8 of 128)": [256]}
+TINY = {"tiny (3 x 2 of 8)": (3, 2, 8)}
+LIMITS = {256: 6.5, 8192: 20.0}
+SHARE, HOST = 1 / 3, 30.0
+ROUNDED = 1e-3
+"""Choices that two compilations may make differently, where scores are next to one another."""
 
 
-class Layer(nn.Module):
-    """A router and, where the experts would be, an operator that does next to nothing."""
+class Setting:
+    """A geometry's model, rows' slots and inputs.
 
-    def __init__(self, top_k: int, experts: int) -> None:
-        super().__init__()
-        self.top_k = top_k
-        self.gate = nn.Linear(HIDDEN, experts, bias=False)
-        self.bank = nn.Parameter(torch.zeros(experts, 1, 1))
+    Args:
+        geometry: layers, top-k, experts.
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        weights, ids = torch.topk(torch.softmax(self.gate(x).float(), -1), self.top_k, dim=-1)
-        weights = weights / weights.sum(-1, keepdim=True)
-        return torch.ops.r3_bench.experts(x, ids, weights, self.bank), ids
+    Attributes:
+        effort: rounds, and replays of each variant in a round.
+    """
 
+    def __init__(self, given: Any, geometry: tuple[int, int, int], tokens: int) -> None:
+        torch._dynamo.reset()  # nothing that was compiled before is alive: graphs of a measurement do not outlive it
+        torch.manual_seed(0)
+        self.inner, self.tokens, self.shape = inner(given), tokens, geometry
+        self.num_slots = 64 if given.tiny else 65_536
+        few = 3 if tokens > 1024 else 1  # a replay takes far longer
+        self.effort = max(given.rounds // few, 1), max(given.replays // few, 1)
+        self.model = Routers(*geometry).to(DEVICE).eval().requires_grad_(False)
+        self.x = torch.randn(tokens, HIDDEN, device=DEVICE)
+        self.slots = np.random.default_rng(0).permutation(self.num_slots)[:tokens]
+        self.on_device = torch.from_numpy(self.slots).to(DEVICE)
+        layers, top_k, _ = geometry
+        self.buffer = torch.full((self.num_slots + 1, layers, top_k), -1, dtype=torch.int32, device=DEVICE)
 
-class Routers(nn.Module):
-    """All layers; with a buffer, the ids of each are put into it one layer at a time."""
+    def attach(self, engine: Any, **options: Any) -> r3_pass.runtime.Session:
+        return r3_pass.runtime.attach(engine, num_slots=self.num_slots, max_tokens=self.tokens, **options)
 
-    def __init__(self, layers: int, top_k: int, experts: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer(top_k, experts) for _ in range(layers))
-
-    def forward(self, x: Tensor, buffer: Tensor | None = None, slots: Tensor | None = None) -> Tensor:
-        for number, layer in enumerate(self.layers):
-            x, ids = layer(x)
-            if buffer is not None:
-                torch.ops.r3_bench.put(buffer, number, slots, ids.to(buffer.dtype))
-        return x
-
-
-def captured(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of one call, warmed up on a side stream."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph
+    def check(self, session: r3_pass.runtime.Session, ours: Graph, put: Graph | None) -> None:
+        """What a replay of ours records is what a replay of the other puts; leaves the session without an open step."""
+        ours.slots = self.slots
+        with session.step(self.slots):
+            if CUDA:
+                ours.replay()
+            else:
+                ours.run()
+        if put is not None:
+            put.replay()
+        differ = float((session.read(self.slots) != self.buffer[self.on_device].cpu().numpy()).any(-1).mean())
+        if differ > ROUNDED:
+            raise SystemExit(f"the two ways recorded different ids, in {100 * differ:.2f}% of all choices")
 
 
-def microseconds(graph: torch.cuda.CUDAGraph, replays: int) -> float:
-    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    for _ in range(replays):
-        graph.replay()
-    stop.record()
-    stop.synchronize()
-    return start.elapsed_time(stop) * 1e3 / replays
-
-
-def measure(name: str, token_counts: list[int], rounds: int, replays: int, captures: int) -> list[dict[str, Any]]:
-    layers, top_k, experts = GEOMETRIES[name]
-    torch.manual_seed(0)
-    model = Routers(layers, top_k, experts).cuda().eval()
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    off = torch.compile(model, backend="inductor", dynamic=False)
-    on = torch.compile(model, backend=r3_pass.backend("inductor"), dynamic=False)
-    beside = torch.compile(copy.deepcopy(model), backend=r3_pass.backend("inductor"), dynamic=False)
-    wide = {
-        dtype: torch.full((SLOTS + 1, layers, top_k), -1, dtype=dtype, device="cuda")
-        for dtype in (torch.int32, torch.int64)
+def whole(bench: Bench, name: str, geometry: tuple[int, int, int], tokens: int, floor: dict[str, float]) -> None:
+    """A model that is compiled as one: in CUDA graphs, and at T = 256 the host's time."""
+    given = bench.given
+    setting = Setting(given, geometry, tokens)
+    model, x = setting.model, setting.x
+    backend = r3_pass.backend(setting.inner)
+    plain = torch.compile(model, backend=setting.inner, dynamic=False)
+    on = torch.compile(model, backend=backend, dynamic=False)
+    session = setting.attach(on)
+    put = functools.partial(plain, x, setting.buffer, setting.on_device)
+    sessions = {"r3_pass": (session, on)}
+    if CUDA:  # a model of the same class under the same backend: the same compiled code serves both
+        beside = torch.compile(copy.deepcopy(model), backend=backend, dynamic=False)
+        sessions["pinned"] = setting.attach(beside, placement="pinned"), beside
+    runs: dict[str, Callable[[], Graph]] = {
+        "off": lambda: Graph(functools.partial(on, x)),
+        "put": lambda: Graph(put),
     }
-    results = []
-    for tokens in token_counts:
-        torch._dynamo.reset()  # the variants share one code object: its limit on recompilations counts them all
-        x = torch.randn(tokens, HIDDEN, device="cuda")
-        slots = torch.randperm(SLOTS, device="cuda")[:tokens]
-        session = r3_pass.runtime.attach(on, num_slots=SLOTS, max_tokens=max(token_counts))
-        host = r3_pass.runtime.attach(beside, num_slots=SLOTS, max_tokens=max(token_counts), placement="pinned")
-        padding = torch.full((tokens,), -1, dtype=torch.int64, device="cuda")
-        graphs: dict[str, list[torch.cuda.CUDAGraph]] = {
-            "off": [captured(functools.partial(on, x)) for _ in range(captures)],
-            "per layer": [captured(functools.partial(off, x, wide[torch.int32], slots)) for _ in range(captures)],
-            "per layer 8": [captured(functools.partial(off, x, wide[torch.int64], slots)) for _ in range(captures)],
-            "r3_pass": [captured_with(session, on, x, padding) for _ in range(captures)],
-            "pinned": [captured_with(host, beside, x, padding) for _ in range(captures)],
-        }
-        for graph in graphs["r3_pass"]:
-            with session.step(slots):
-                graph.replay()
-        recorded = torch.from_numpy(session.read(slots)).cuda()
-        graphs["per layer"][0].replay()
-        assert torch.equal(recorded.int(), wide[torch.int32][slots]), "the two ways recorded different ids"
-        with host.step(slots):
-            graphs["pinned"][0].replay()
-        assert torch.equal(recorded, torch.from_numpy(host.read(slots)).cuda()), "the two buffers hold different ids"
-        for opened in (session.step(slots), host.step(slots)):
-            opened.__enter__()
-        times: dict[str, list[list[float]]] = {variant: [[] for _ in found] for variant, found in graphs.items()}
-        for _ in range(rounds):
-            for variant, found in graphs.items():
-                for graph, seen in zip(found, times[variant], strict=True):
-                    seen.append(microseconds(graph, replays))
+    for variant, (there, compiled) in sessions.items():
+        runs[variant] = functools.partial(Graph, functools.partial(compiled, x), there, tokens)
+    graphs = {variant: [make() for _ in range(given.captures)] for variant, make in runs.items()}
+    setting.buffer.fill_(-1)
+    for variant, (there, _) in sessions.items():
+        setting.check(there, graphs[variant][0], graphs["put"][0])
+    steps = [recording(graphs[variant], setting.on_device) for variant in sessions]
+    level = alternate(graphs, *setting.effort)
+    off = statistics.median(level["off"])
+    row: dict[str, Any] = {"geometry": name, "tokens": tokens, "off": off}
+    row |= {variant: statistics.median(found) - off for variant, found in level.items() if variant != "off"}
+    ids = tokens * geometry[0] * geometry[1]
+    row["floor"] = floor["one more empty kernel, us"] + ids * (8 + 2) / floor["memory, GB/s"] / 1e3
+    row["floor of pinned"] = floor["one more empty kernel, us"] + ids * 2 / floor["bus, GB/s"] / 1e3
+    row["spread"] = {variant: found[-1] - found[0] for variant, found in level.items()}
+    bench.add("capture", row)
+    if tokens in LIMITS:
+        explain = {variant: graphs[variant][0].replay for variant in ("off", "r3_pass")}
+        bench.bar(f"recording adds, us, {name}, T = {tokens}", row["r3_pass"], "<=", LIMITS[tokens], explain=explain)
+    for there, _ in sessions.values():
+        there.detach()
+    del steps
+    if tokens not in (1, 8192):
+        session = setting.attach(on)  # the one before has a step open
+        ways = {"off": lambda: plain(x), "outside": lambda: on(x), "r3_pass": lambda: on(x), "put": put}
+        host(bench, name, setting, session, "as one", ways)
         session.detach()
-        host.detach()
-        level = {variant: sorted(statistics.median(seen) for seen in found) for variant, found in times.items()}
-        off_level = statistics.median(level["off"])
-        row: dict[str, Any] = {"geometry": name, "tokens": tokens, "off": off_level}
-        row.update(
-            {variant: statistics.median(seen) - off_level for variant, seen in level.items() if variant != "off"}
-        )
-        row["spread of off"] = level["off"][-1] - level["off"][0]
-        row["spread of r3_pass"] = level["r3_pass"][-1] - level["r3_pass"][0]
-        results.append(row)
-        print(json.dumps(row), flush=True)
-    return results
 
 
-def captured_with(session: r3_pass.runtime.Session, model: Any, x: Tensor, padding: Tensor) -> torch.cuda.CUDAGraph:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            with session.step(padding):
-                model(x)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with session.step(padding), torch.cuda.graph(graph):
-        model(x)
-    return graph
+def by_layer(bench: Bench, name: str, geometry: tuple[int, int, int], tokens: int, floor: dict[str, float]) -> None:
+    """A model whose layers are compiled by themselves: in CUDA graphs, and the host's time."""
+    given = bench.given
+    setting = Setting(given, geometry, tokens)
+    model, other = setting.model, copy.deepcopy(setting.model)
+    backend = r3_pass.backend(setting.inner)
+    for module, compiler in ((model, backend), (other, setting.inner)):
+        for layer in module.layers:
+            layer.compile(backend=compiler, dynamic=False)
+    session = setting.attach(model, backend=backend)
+    views = [setting.buffer[:, number] for number in range(geometry[0])]
+    on = functools.partial(model.one_by_one, setting.x)
+    off = functools.partial(other.one_by_one, setting.x)
+    put = functools.partial(other.one_by_one, setting.x, views, setting.on_device)
+    runs = {
+        "off": lambda: Graph(off),
+        "r3_pass": lambda: Graph(on, session, tokens),
+        "put": lambda: Graph(put),
+    }
+    graphs = {variant: [make() for _ in range(given.captures)] for variant, make in runs.items()}
+    setting.buffer.fill_(-1)
+    setting.check(session, graphs["r3_pass"][0], graphs["put"][0])
+    host(bench, name, setting, session, "by layer", {"off": off, "outside": on, "r3_pass": on, "put": put})
+    step = recording(graphs["r3_pass"], setting.on_device)
+    level = {variant: statistics.median(found) for variant, found in alternate(graphs, *setting.effort).items()}
+    row = {"geometry": name, "tokens": tokens, "off": level["off"]}
+    row |= {variant: level[variant] - level["off"] for variant in ("r3_pass", "put")}
+    row["share"] = row["r3_pass"] / row["put"]
+    moved = tokens * geometry[0] * geometry[1] * (8 + 2)
+    row["floor"] = geometry[0] * floor["one more empty kernel, us"] + moved / floor["memory, GB/s"] / 1e3
+    bench.add("by layer", row)
+    explain = {variant: graphs[variant][0].replay for variant in ("r3_pass", "put")}
+    bench.bar(f"layers compiled by themselves, of index_put_, {name}", row["share"], "<=", SHARE, explain=explain)
+    session.detach()
+    del step
 
 
-def empty_kernel(replays: int) -> float:
-    """One kernel that does nothing to speak of, in a CUDA graph: the floor of any single launch."""
-    x = torch.zeros(1, device="cuda")
-    return microseconds(captured(lambda: x.add_(1)), replays)
+def host(
+    bench: Bench,
+    name: str,
+    setting: Setting,
+    session: r3_pass.runtime.Session,
+    how: str,
+    runs: dict[str, Callable[[], Any]],
+) -> None:
+    """Host time of a forward without CUDA graphs."""
+    found = host_time(session, setting.slots, runs, bench.given.calls)
+    bench.add("host", {"geometry": name, "tokens": setting.tokens, "compiled": how, **found})
+    if how != "as one":
+        return
+
+    def once() -> None:
+        with session.step(setting.slots):
+            runs["r3_pass"]()
+
+    explain = {"a forward inside its step": once, "a forward without r3_pass": runs["off"]}
+    figure = f"host adds to a forward without CUDA graphs, us, {name}"
+    bench.bar(figure, found["r3_pass"], "<=", HOST, explain=explain, host=True)
+
+
+def host_time(
+    session: r3_pass.runtime.Session, slots: np.ndarray, runs: dict[str, Callable[[], Any]], calls: int
+) -> dict[str, float]:
+    """Microseconds until a call returns, from an idle GPU; the others as what they add, the median over rounds of all."""
+    times: dict[str, list[float]] = {variant: [] for variant in runs}
+
+    def once(variant: str) -> None:
+        if CUDA:
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        runs[variant]()
+        times[variant].append((time.perf_counter() - began) * 1e6)
+
+    for _ in range(calls):
+        for variant in runs:
+            if variant == "r3_pass":
+                with session.step(slots):
+                    once(variant)
+            else:
+                once(variant)
+    kept = {variant: seen[calls // 5 :] for variant, seen in times.items()}
+    found = {"off": statistics.median(kept["off"])}
+    for variant in runs:
+        if variant != "off":
+            pairs = zip(kept[variant], kept["off"], strict=True)
+            found[variant] = statistics.median(one - off for one, off in pairs)
+    return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[256, 1, 8192])
+    parser = arguments(__doc__)
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", help="for every geometry; by default 256, 1 and 8192 for R1 and 256"
+    )
     parser.add_argument("--geometry", choices=list(GEOMETRIES), nargs="+", default=list(GEOMETRIES))
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--replays", type=int, default=20)
+    parser.add_argument("--calls", type=int, default=200, help="forwards of each way for the host's time")
     parser.add_argument(
         "--captures", type=int, default=3, help="CUDA graphs of each variant: two of the same differ, too"
     )
-    parser.add_argument(
-        "--limit", type=float, default=15.0, help="fail if recording at T = 256 costs more microseconds (R1 geometry)"
-    )
-    parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("this benchmark measures GPU time: it needs a CUDA device")
-    torch.backends.cuda.matmul.allow_tf32 = False
-    floor = empty_kernel(given.replays)
-    rows = [
-        row
-        for name in given.geometry
-        for row in measure(name, given.tokens, given.rounds, given.replays, given.captures)
+    geometries = {name: GEOMETRIES[name] for name in given.geometry}
+    if given.tiny:
+        geometries, given.tokens, given.rounds, given.replays, given.calls, given.captures = TINY, [4], 1, 1, 5, 1
+    elif not CUDA:
+        raise SystemExit("this benchmark measures GPU time: it needs a CUDA device, or --tiny")
+    bench = Bench(given)
+    floor = floors()
+    bench.add("floors", floor)
+    for name, geometry in geometries.items():
+        for tokens in given.tokens or TOKENS[name]:
+            whole(bench, name, geometry, tokens, floor)
+    for name, geometry in geometries.items():
+        by_layer(bench, name, geometry, (given.tokens or TOKENS[name])[0], floor)
+    report(bench, floor)
+    bench.finish()
+
+
+def report(bench: Bench, floor: dict[str, float]) -> None:
+    rows = bench.rows
+    headers = [
+        "geometry",
+        "T",
+        "routing alone",
+        "r3_pass adds",
+        "floor",
+        "above it",
+        "pinned adds",
+        "its floor",
+        "put adds",
+        "spread",
     ]
-    machine = {
-        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "python": platform.python_version(),
-        "date": datetime.date.today().isoformat(), "empty kernel in a CUDA graph": floor,
-    }  # fmt: skip
-    print(json.dumps(machine))
     print(
-        "\n| geometry | T | routing alone | r3_pass adds | pinned | int32 index_put_ per layer | int64, no cast | spread |"
-    )
-    print("|---|---|---|---|---|---|---|---|")
-    for row in rows:
-        print(
-            f"| {row['geometry']} | {row['tokens']} | {row['off']:.0f} | **{row['r3_pass']:.1f}** | {row['pinned']:.1f} | "
-            f"{row['per layer']:.1f} | "
-            f"{row['per layer 8']:.1f} | {row['spread of off']:.1f}, {row['spread of r3_pass']:.1f} |"
+        table(
+            headers,
+            [
+                (
+                    row["geometry"], row["tokens"], f"{row['off']:.0f}", f"**{row['r3_pass']:.1f}**", f"{row['floor']:.1f}",
+                    f"{row['r3_pass'] - row['floor']:.1f}", f"{row['pinned']:.1f}" if "pinned" in row else "-",
+                    f"{row['floor of pinned']:.1f}", f"{row['put']:.1f}",
+                    f"{row['spread']['off']:.1f}, {row['spread']['r3_pass']:.1f}",
+                )
+                for row in rows["capture"]
+            ],
         )
-    print(f"\nmicroseconds of GPU time per forward; one empty kernel in a CUDA graph: {floor:.1f}")
-    if given.out:
-        given.out.write_text(json.dumps({"machine": machine, "rows": rows}, indent=2) + "\n")
-    checked = [r for r in rows if r["geometry"].startswith("R1") and r["tokens"] == 256]
-    if any(r["r3_pass"] > given.limit for r in checked):
-        raise SystemExit(f"recording costs more than {given.limit} us at T = 256")
+    )  # fmt: skip
+    print(f"\nGPU microseconds per forward, compiled as one, in a CUDA graph; put: int32 index_put_ per layer. {floor}")
+    print(
+        table(
+            ["geometry", "T", "routing alone", "r3_pass adds", "floor", "above it", "put adds", "share"],
+            [
+                (
+                    row["geometry"], row["tokens"], f"{row['off']:.0f}", f"**{row['r3_pass']:.1f}**", f"{row['floor']:.1f}",
+                    f"{row['r3_pass'] - row['floor']:.1f}", f"{row['put']:.1f}", f"{row['share']:.2f}",
+                )
+                for row in rows["by layer"]
+            ],
+        )
+    )  # fmt: skip
+    print("\nthe same, each layer compiled by itself, all of them in one CUDA graph")
+    print(
+        table(
+            ["geometry", "T", "compiled", "without r3_pass", "outside a step adds", "recording adds", "put adds"],
+            [
+                (
+                    row["geometry"], row["tokens"], row["compiled"], f"{row['off']:.0f}", f"{row['outside']:.1f}",
+                    f"**{row['r3_pass']:.1f}**", f"{row['put']:.1f}",
+                )
+                for row in rows["host"]
+            ],
+        )
+    )  # fmt: skip
+    print(
+        "\nhost microseconds until a forward without CUDA graphs returns, from an idle GPU; the floor is one launch: "
+        f"{floor['a launch on the host, us']:.1f}"
+    )
 
 
 if __name__ == "__main__":

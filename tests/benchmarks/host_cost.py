@@ -9,41 +9,41 @@ compiled model where there is no GPU) and is not counted. Microseconds of host t
     leave       until the step is left: requests extended, the snapshot and its copy queued
     loop        what it replaces: for each request, its row out of the step's block into an array of its own, which grows
 
-The loop is given the rows on the host for nothing: no mapping, no copies. Enter takes in the rows of the step before, so that
-enter + leave is all that a step costs, delivery included.
+Without recording there is no step: off is nothing. The loop is given the rows on the host for nothing: no mapping, no copies. Enter
+takes in the rows of the step before, so that enter + leave is all that a step costs, delivery included. The floor is one upload of
+a mapping from page-locked memory, without which no step can be.
 """
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import gc
-import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from capture_cost import HIDDEN, Routers, captured_with
+from bench import CUDA, DEVICE, Bench, arguments, table
+from graphs import Graph
+from routing_model import HIDDEN, Routers
 
 import r3_pass
 from r3_pass.runtime import SegmentBatch
 
-BATCH = 256
-GEOMETRIES = {"61 x 8 of 256": (61, 8, 256), "48 x 8 of 128": (48, 8, 128)}
+GEOMETRIES = {"R1 (61 x 8 of 256)": (61, 8, 256), "Qwen3-30B-A3B (48 x 8 of 128)": (48, 8, 128)}
+TINY = {"tiny (3 x 2 of 8)": (3, 2, 8)}
+LIMIT, LIMITED = 30.0, 4096  # microseconds, at this context
+FLAT = 1.1
 
 
 class Loop:
     """The usual way: rows of each request in an array of its own, one slice copy a request and step."""
 
-    def __init__(self, context: int, layers: int, top_k: int) -> None:
-        self.rows = [np.zeros((context, layers, top_k), np.int16) for _ in range(BATCH)]
-        self.ends = [context] * BATCH
+    def __init__(self, batch: int, context: int, layers: int, top_k: int) -> None:
+        self.rows = [np.zeros((context, layers, top_k), np.int16) for _ in range(batch)]
+        self.ends = [context] * batch
 
     def take(self, block: npt.NDArray[np.int16], starts: list[int]) -> None:
         for i, start in enumerate(starts):
@@ -59,88 +59,133 @@ class Loop:
             self.ends[i] = max(end, stop)
 
 
-def measure(name: str, context: int, steps: int) -> dict[str, Any]:
-    layers, top_k, experts = GEOMETRIES[name]
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch._dynamo.reset()
-    model = Routers(layers, top_k, experts).to(device).eval().requires_grad_(False)
-    inner = "inductor" if device == "cuda" else "eager"
-    compiled = torch.compile(model, backend=r3_pass.backend(inner), dynamic=False)
-    room = context + steps + 1
-    session = r3_pass.runtime.attach(compiled, num_slots=BATCH * room, max_tokens=BATCH)
-    x = torch.randn(BATCH, HIDDEN, device=device)
-    run: Callable[[], Any]
-    if device == "cuda":
-        run = captured_with(session, compiled, x, torch.full((BATCH,), -1, device=device)).replay
-    else:
-        with session.step(np.full(BATCH, -1)):
-            compiled(x)
+class Decodes:
+    """Requests that all have a context of rows, and the decode steps that follow.
 
-        def run() -> Any:
-            return compiled(x)
+    The rows of one prompt are recorded once; every request takes them over as a prefix hit: the length is what matters here.
+    """
 
-    names = [f"req_{i}" for i in range(BATCH)]
-    firsts = np.arange(BATCH) * room
-    lengths = np.ones(BATCH, np.int64)
-    fill = np.zeros((context, layers, top_k), np.int16)
-    for i in range(BATCH):  # a context of rows for each request: its length is what matters here
-        session._delivery.table.extend(SegmentBatch([names[i]], [0], [context]))  # type: ignore[union-attr]
-        session._delivery.table.rows.fill(session._delivery.table.rows.reserve(0) - context, fill)  # type: ignore[union-attr]
-    loop = Loop(context, layers, top_k)
-    times: dict[str, list[float]] = {"enter": [], "leave": [], "loop": []}
-    gc.disable()
-    for step in range(steps):
-        position = context + step
-        slot_mapping = firsts + position
-        if device == "cuda":
+    def __init__(self, compiled: Any, batch: int, context: int, steps: int) -> None:
+        self.batch, self.context = batch, context
+        room = steps + 1
+        chunk = min(context, 4096)
+        self.session = r3_pass.runtime.attach(compiled, num_slots=context + batch * room, max_tokens=max(chunk, batch))
+        for first in range(0, context, chunk):
+            slots = np.arange(first, min(first + chunk, context))
+            with self.session.step(slots):
+                compiled(torch.randn(len(slots), HIDDEN, device=DEVICE))
+        self.names = [f"req_{i}" for i in range(batch)]
+        for name in self.names:
+            self.session.prefix_hit(name, 0, np.arange(context))
+        self.firsts = context + np.arange(batch) * room
+        self.lengths = np.ones(batch, np.int64)
+        x = torch.randn(batch, HIDDEN, device=DEVICE)
+        graph = Graph(lambda: compiled(x), self.session, batch)
+        self.forward: Callable[[], Any] = graph.replay if CUDA else graph.run
+        self.done = 0
+
+    def step(self) -> tuple[float, float]:
+        """One decode. Returns: microseconds to enter and to leave the step."""
+        slot_mapping = self.firsts + self.done
+        starts = np.full(self.batch, self.context + self.done)
+        if CUDA:
             torch.cuda.synchronize()
         t0 = time.perf_counter()
-        starts = np.full(BATCH, position)
-        entered = session.step(slot_mapping, SegmentBatch(names, starts, lengths))
+        entered = self.session.step(slot_mapping, SegmentBatch(self.names, starts, self.lengths))
         entered.__enter__()
         t1 = time.perf_counter()
-        run()
+        self.forward()
         t2 = time.perf_counter()
         entered.__exit__(None, None, None)
         t3 = time.perf_counter()
-        block = np.zeros((BATCH, layers, top_k), np.int16)
-        listed = starts.tolist()
-        t4 = time.perf_counter()
+        self.done += 1
+        return (t1 - t0) * 1e6, (t3 - t2) * 1e6
+
+    def check(self) -> None:
+        """Every request has every row."""
+        for name in self.names:
+            rows = self.session.finish(name, self.context + self.done + 1)
+            if len(rows) != self.context + self.done or not (rows >= 0).all():
+                raise SystemExit(f"{name} has {len(rows)} rows of {self.context + self.done}, or void ones")
+
+
+def upload(batch: int) -> float:
+    """Microseconds until a mapping's copy out of page-locked memory is queued."""
+    host = torch.zeros(batch + 4, dtype=torch.int64, pin_memory=CUDA)
+    there = torch.zeros_like(host, device=DEVICE)
+    times = []
+    for _ in range(200):
+        if CUDA:
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        there.copy_(host, non_blocking=True)
+        times.append((time.perf_counter() - began) * 1e6)
+    return statistics.median(times)
+
+
+def measure(bench: Bench, name: str, geometry: tuple[int, int, int], compiled: Any, context: int) -> dict[str, Any]:
+    given = bench.given
+    shape = (given.batch, *geometry[:2])
+    decodes = Decodes(compiled, given.batch, context, given.steps + 60)  # 60: what a profile runs
+    loop = Loop(given.batch, context, *geometry[:2])
+    times: dict[str, list[float]] = {"enter": [], "leave": [], "step": [], "loop": []}
+    gc.collect()
+    gc.disable()
+    for step in range(given.steps):
+        enter, leave = decodes.step()
+        block = np.zeros(shape, np.int16)
+        listed = [context + step] * given.batch
+        began = time.perf_counter()
         loop.take(block, listed)
-        t5 = time.perf_counter()
-        for key, taken in (("enter", t1 - t0), ("leave", t3 - t2), ("loop", t5 - t4)):
-            times[key].append(taken * 1e6)
+        taken = (time.perf_counter() - began) * 1e6
+        for key, spent in (("enter", enter), ("leave", leave), ("step", enter + leave), ("loop", taken)):
+            times[key].append(spent)
     gc.enable()
-    session.detach()
-    row: dict[str, Any] = {"geometry": name, "context": context}
-    row.update({key: statistics.median(seen[steps // 10 :]) for key, seen in times.items()})
-    row["ratio"] = row["loop"] / (row["enter"] + row["leave"])
-    print(json.dumps(row), flush=True)
+    row: dict[str, Any] = {"geometry": name, "context": context, "off": 0.0, "floor": upload(given.batch)}
+    row |= {key: statistics.median(seen[given.steps // 10 :]) for key, seen in times.items()}
+    row["loop / step"] = row["loop"] / row["step"]
+    bench.add("host", row)
+    if context == LIMITED or given.tiny:
+        figure = f"a decode step on the host, us, {name}, context {context}"
+        bench.bar(figure, row["step"], "<=", LIMIT, explain={"steps": decodes.step}, host=True)
+    decodes.check()
+    decodes.session.detach()
     return row
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--contexts", type=int, nargs="+", default=[512, 4096, 8192])
+    parser = arguments(__doc__)
+    parser.add_argument("--contexts", type=int, nargs="+", default=[512, 4096])
     parser.add_argument("--geometry", choices=list(GEOMETRIES), nargs="+", default=list(GEOMETRIES))
+    parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    rows = [measure(name, context, given.steps) for name in given.geometry for context in given.contexts]
-    machine = {
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none", "torch": torch.__version__,
-        "python": platform.python_version(), "date": datetime.date.today().isoformat(),
-    }  # fmt: skip
-    print(json.dumps(machine))
-    print("\n| geometry | context | enter | leave | step in all | per-request loop | loop / step |")
-    print("|---|---|---|---|---|---|---|")
-    for row in rows:
-        print(
-            f"| {row['geometry']} | {row['context']} | {row['enter']:.0f} | {row['leave']:.0f} | "
-            f"**{row['enter'] + row['leave']:.0f}** | {row['loop']:.0f} | {row['ratio']:.1f} |"
+    geometries = {name: GEOMETRIES[name] for name in given.geometry}
+    if given.tiny:
+        geometries, given.contexts, given.batch, given.steps = TINY, [8, 16], 4, 10
+    bench = Bench(given)
+    for name, geometry in geometries.items():
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Routers(*geometry).to(DEVICE).eval().requires_grad_(False)
+        compiled = torch.compile(model, backend=r3_pass.backend("eager"), dynamic=True)
+        rows = [measure(bench, name, geometry, compiled, context) for context in given.contexts]
+        longest, shortest = (choose(rows, key=lambda row: row["context"])["step"] for choose in (max, min))
+        bench.bar(f"a step at the longest context / at the shortest, {name}", longest / shortest, "<=", FLAT)
+    print(
+        table(
+            ["geometry", "context", "off", "enter", "leave", "step in all", "floor", "per-request loop", "loop / step"],
+            [
+                (
+                    row["geometry"], row["context"], "0", f"{row['enter']:.0f}", f"{row['leave']:.0f}",
+                    f"**{row['step']:.0f}**", f"{row['floor']:.0f}", f"{row['loop']:.0f}", f"{row['loop / step']:.1f}",
+                )
+                for row in bench.rows["host"]
+            ],
         )
-    if given.out:
-        given.out.write_text(json.dumps({"machine": machine, "rows": rows}, indent=2) + "\n")
+    )  # fmt: skip
+    print(f"\nmicroseconds of host time per decode step of {given.batch} requests")
+    bench.finish()
 
 
 if __name__ == "__main__":

@@ -14,18 +14,14 @@ routes are the model's own choice, so that all three do the same work.
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import json
-import platform
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
+from bench import CUDA, DEVICE, Bench, arguments, table
 
 import r3_pass
 
@@ -47,31 +43,52 @@ def own_routes(model: Any, ids: torch.Tensor) -> np.ndarray:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--inner", default="inductor")
     parser.add_argument("--steps", type=int, default=15, help="rounds")
     parser.add_argument("--row", type=int, default=4, help="steps in a row")
-    parser.add_argument("--limit", type=float, default=1.0, help="fail if replay costs more percent")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--limit", type=float, default=1.0, help="percent that replay may cost")
     given = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("this benchmark measures a GPU: it needs a CUDA device")
+    if given.tiny:
+        given.layers, given.tokens, given.inner, given.steps, given.row = 2, 16, "aot_eager", 1, 1
+    elif not CUDA:
+        raise SystemExit("this benchmark measures a GPU: it needs a CUDA device, or --tiny")
+    bench = Bench(given)
+    measure(bench)
+    bench.finish()
+
+
+def build(given: Any) -> Any:
+    sizes: dict[str, Any] = {
+        "vocab_size": 8192, "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
+    }  # fmt: skip
+    if given.tiny:
+        sizes |= {"hidden_size": 64, "moe_intermediate_size": 16, "num_attention_heads": 4, "head_dim": 16}
+    config: Any = transformers.Qwen3MoeConfig(**sizes, num_hidden_layers=given.layers, norm_topk_prob=True)
+    config._experts_implementation = "batched_mm" if given.tiny else "grouped_mm"
     torch.manual_seed(0)
-    config: Any = transformers.Qwen3MoeConfig(
-        vocab_size=8192, hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_hidden_layers=given.layers,
-        num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True,
-    )  # fmt: skip
-    config._experts_implementation = "grouped_mm"
-    with torch.device("cuda"):
-        model: Any = transformers.Qwen3MoeForCausalLM(config).bfloat16().train()
-    ids = torch.randint(8192, (max(given.tokens // 2048, 1), min(given.tokens, 2048)), device="cuda")
+    with torch.device(DEVICE):
+        model: Any = transformers.Qwen3MoeForCausalLM(config).train()
+    return model if given.tiny else model.bfloat16()
+
+
+def settle() -> None:
+    if CUDA:
+        torch.cuda.synchronize()
+
+
+def measure(bench: Bench) -> None:
+    given = bench.given
+    model = build(given)
+    ids = torch.randint(8192, (max(given.tokens // 2048, 1), min(given.tokens, 2048)), device=DEVICE)
     backend = r3_pass.backend(given.inner, mode="replay")
     compiled = torch.compile(model, backend=backend)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     rows = own_routes(model, ids)
-    routes = {"off": None, "on, host": rows, "on, GPU": torch.from_numpy(rows).cuda()}
+    routes = {"off": None, "on, host": rows, "on, GPU": torch.from_numpy(rows).to(DEVICE)}
 
     def update() -> None:
         logits = compiled(ids, use_cache=False).logits
@@ -86,7 +103,7 @@ def main() -> None:
     for _ in range(given.steps + 3):
         for variant, chosen in routes.items():
             for count, seen in ((1, alone[variant]), (given.row, in_a_row[variant])):
-                torch.cuda.synchronize()
+                settle()
                 start = time.perf_counter()
                 for _ in range(count):
                     if chosen is None:
@@ -96,7 +113,7 @@ def main() -> None:
                     with backend.replay(chosen):
                         entered[variant].append((time.perf_counter() - before) * 1e3)
                         update()
-                torch.cuda.synchronize()
+                settle()
                 seen.append((time.perf_counter() - start) * 1e3 / count)
     level, added = {}, {}
     for way, times in (("alone", alone), ("in a row", in_a_row)):
@@ -108,26 +125,26 @@ def main() -> None:
         }
     entering = {variant: statistics.median(seen) for variant, seen in entered.items()}
     spread = max(in_a_row["off"][3:]) - min(in_a_row["off"][3:])
-    machine = {
-        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "python": platform.python_version(),
-        "transformers": transformers.__version__, "date": datetime.date.today().isoformat(), "inner": given.inner,
-        "layers": given.layers, "tokens": given.tokens, "spread of off, ms": spread,
-    }  # fmt: skip
-    print(json.dumps(machine))
-    print("\n| | steps in a row, ms each | added, % | a step alone, ms | added, % | to enter, ms of the host |")
-    print("|---|---|---|---|---|---|")
     for variant in routes:
-        cells = [
-            cell
-            for way in ("in a row", "alone")
-            for cell in (f"{level[way][variant]:.2f}", f"{added[way].get(variant, 0.0):+.2f}")
-        ]
-        print(f"| {variant} | {' | '.join(cells)} | {entering[variant]:.3f} |")
-    if given.out:
-        found = {"machine": machine, "ms": level, "percent": added, "enter, ms": entering}
-        given.out.write_text(json.dumps({**found, "alone": alone, "in a row": in_a_row}, indent=2) + "\n")
-    if max(added["in a row"].values()) > given.limit:
-        raise SystemExit(f"replay costs more than {given.limit} %")
+        row: dict[str, Any] = {"variant": variant, "enter, ms": entering[variant], "spread of off, ms": spread}
+        for way, times in (("in a row", in_a_row), ("alone", alone)):
+            row |= {f"{way}, ms": level[way][variant], f"{way}, added, %": added[way].get(variant, 0.0)}
+            row[f"{way}, all"] = times[variant]
+        bench.add("replay", row)
+        if variant != "off":
+            bench.bar(f"replay adds to steps in a row, %, {variant}", added["in a row"][variant], "<=", given.limit)
+    print(
+        table(
+            ["", "steps in a row, ms each", "added, %", "a step alone, ms", "added, %", "to enter, ms of the host"],
+            [
+                (
+                    row["variant"], f"{row['in a row, ms']:.2f}", f"{row['in a row, added, %']:+.2f}", f"{row['alone, ms']:.2f}",
+                    f"{row['alone, added, %']:+.2f}", f"{row['enter, ms']:.3f}",
+                )
+                for row in bench.rows["replay"]
+            ],
+        )
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

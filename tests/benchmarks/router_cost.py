@@ -10,29 +10,28 @@ product) and what uses ids and weights (the experts) is the same in all variants
     fused   `r3_pass.backend(fuse_router=True)`, all ids recorded
 
 Each variant is captured several times; replays of all alternate, and a figure is the median over captures of each capture's
-median. The floor is one empty kernel a layer in a CUDA graph, measured in the same run. Weights of both are compared with float64,
-ids with each other.
+median. The floor is one more empty kernel a layer in a CUDA graph, and logits in, ids, weights and rows out over the bandwidth of a
+copy. Weights of both are compared with float64, ids with each other.
 """
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import functools
-import json
-import platform
 import statistics
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
+from bench import CUDA, DEVICE, Bench, arguments, inner, table
+from graphs import Graph, alternate, floors, recording
 from torch import Tensor, nn
 
 import r3_pass
 from r3_pass.passes.router import MARGIN
 
 SLOTS = 65_536
+LIMIT = 200.0
 Route = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 _ops = torch.library.Library("r3_bench", "FRAGMENT")
@@ -97,103 +96,70 @@ class Routers(nn.Module):
         return x, weights
 
 
-class Captured:
-    """A CUDA graph of one call, and what the call returned."""
-
-    def __init__(self, run: Callable[[], Any], session: Any = None, padding: Tensor | None = None) -> None:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                self._once(run, session, padding)
-        torch.cuda.current_stream().wait_stream(stream)
-        self.graph = torch.cuda.CUDAGraph()
-        if session is None:
-            with torch.cuda.graph(self.graph):
-                self.result = run()
-        else:
-            with session.step(padding), torch.cuda.graph(self.graph):
-                self.result = run()
-
-    @staticmethod
-    def _once(run: Callable[[], Any], session: Any, padding: Tensor | None) -> None:
-        if session is None:
-            run()
-        else:
-            with session.step(padding):
-                run()
-
-    def microseconds(self, replays: int) -> float:
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        for _ in range(replays):
-            self.graph.replay()
-        stop.record()
-        stop.synchronize()
-        return start.elapsed_time(stop) * 1e3 / replays
-
-
-def alternate(graphs: dict[str, list[Captured]], rounds: int, replays: int) -> dict[str, list[float]]:
-    """The median of each capture, by variant."""
-    times: dict[str, list[list[float]]] = {variant: [[] for _ in found] for variant, found in graphs.items()}
-    for _ in range(rounds):
-        for variant, found in graphs.items():
-            for captured, seen in zip(found, times[variant], strict=True):
-                seen.append(captured.microseconds(replays))
-    return {variant: [statistics.median(seen) for seen in found] for variant, found in times.items()}
-
-
 class Recording:
-    """A compiled model with a session: captures that record, captures that do not, and recorded ids [T, L, 8]."""
+    """A compiled model with a session: captures that do not record, captures that do, and recorded ids [T, L, 8]."""
 
-    def __init__(self, backend: Any, model: Routers, logits: list[Tensor], slots: Tensor, captures: int) -> None:
+    def __init__(self, backend: Any, model: Routers, logits: list[Tensor], slots: np.ndarray, given: Any) -> None:
         torch._dynamo.reset()
         compiled = torch.compile(model, backend=backend, dynamic=False)
-        self.session = r3_pass.runtime.attach(compiled, num_slots=SLOTS, max_tokens=len(slots))
-        padding = torch.full_like(slots, -1)
+        tokens = len(slots)
+        self.session = r3_pass.runtime.attach(compiled, num_slots=SLOTS, max_tokens=tokens)
         run = functools.partial(compiled, logits[0][:, :1].clone(), logits)
-        self.off = [Captured(run) for _ in range(captures)]
-        self.on = [Captured(run, self.session, padding) for _ in range(captures)]
+        self.off = [Graph(run) for _ in range(given.captures)]
+        self.on = [Graph(run, self.session, tokens) for _ in range(given.captures)]
+        self.on[0].slots = slots
         with self.session.step(slots):
-            self.on[0].graph.replay()
-        self.rows = torch.from_numpy(self.session.read(slots)).cuda().long()
+            if CUDA:
+                self.on[0].replay()
+            else:
+                run()
+        self.rows = torch.from_numpy(self.session.read(slots)).to(DEVICE).long()
 
 
-def measure(name: str, token_counts: Sequence[int], rounds: int, replays: int, captures: int) -> list[dict[str, Any]]:
+def measure(bench: Bench, name: str, tokens: int, floor: dict[str, float]) -> None:
+    given = bench.given
     layers, experts, dtype, route = GEOMETRIES[name]
-    results = []
-    for tokens in token_counts:
-        torch.manual_seed(0)
-        model, other = (Routers(layers, experts, route).cuda().eval() for _ in range(2))
-        other.load_state_dict(model.state_dict())
-        logits = [torch.randn(tokens, experts, device="cuda").to(dtype) for _ in range(layers)]
-        slots = torch.randperm(SLOTS, device="cuda")[:tokens]
-        fusing = r3_pass.backend(fuse_router=True)
-        with torch.no_grad():
-            ours = Recording(r3_pass.backend(), model, logits, slots, captures)
-            fused = Recording(fusing, other, logits, slots, captures)
-        assert all(entry.fused for entry in fusing.report().sites), fusing.report()
-        row: dict[str, Any] = {"geometry": name, "tokens": tokens}
-        row.update(compared(model, logits, ours, fused))
-        steps = [made.session.step(slots) for made in (ours, fused)]
-        for step in steps:
-            step.__enter__()  # what is timed is a step that records; it is never left, since it runs many times
-        level = alternate({"off": ours.off, "on": ours.on, "fused": fused.on}, rounds, replays)
-        for made in (ours, fused):
-            made.session.detach()
-        row.update({variant: statistics.median(found) for variant, found in level.items()})
-        row["spread"] = {variant: max(found) - min(found) for variant, found in level.items()}
-        results.append(row)
-        print(json.dumps(row), flush=True)
-        del ours, fused, steps
-    return results
+    layers = 2 if given.tiny else layers
+    torch.manual_seed(0)
+    model, other = (Routers(layers, experts, route).to(DEVICE).eval() for _ in range(2))
+    other.load_state_dict(model.state_dict())
+    logits = [torch.randn(tokens, experts, device=DEVICE).to(dtype) for _ in range(layers)]
+    slots = np.random.default_rng(0).permutation(SLOTS)[:tokens]
+    compiler = inner(given)
+    fusing = r3_pass.backend(compiler, fuse_router=True)
+    with torch.no_grad():
+        ours = Recording(r3_pass.backend(compiler), model, logits, slots, given)
+        fused = Recording(fusing, other, logits, slots, given)
+    assert all(entry.fused for entry in fusing.report().sites), fusing.report()
+    row: dict[str, Any] = {"geometry": name, "tokens": tokens}
+    row.update(compared(model, logits, ours, fused))
+    on_device = torch.from_numpy(slots).to(DEVICE)
+    steps = [recording(made.on, on_device) for made in (ours, fused)]
+    graphs = {"off": ours.off, "on": ours.on, "fused": fused.on}
+    level = alternate(graphs, given.rounds, given.replays)
+    row.update({variant: statistics.median(found) for variant, found in level.items()})
+    moved = tokens * layers * (experts * dtype.itemsize + 8 * (8 + dtype.itemsize + 2))
+    row["floor"] = layers * floor["one more empty kernel, us"] + moved / floor["memory, GB/s"] / 1e3
+    row["spread"] = {variant: max(found) - min(found) for variant, found in level.items()}
+    bench.add("router", row)
+    explain = {variant: found[0].replay for variant, found in graphs.items()}
+    if "4 of 8 groups" in name and tokens == 256:
+        bench.bar(f"fused routing, us, {name}, T = 256", row["fused"], "<=", LIMIT, explain=explain)
+    figure = f"{name}, T = {tokens}"
+    bench.bar(f"fused and recording / routing alone, {figure}", row["fused"] / row["off"], "<", 1.0, explain=explain)
+    bench.bar(
+        f"rows whose ids differ though no score is near, {figure}", row["rows that differ"], "<=", 0, anywhere=True
+    )
+    for made in (ours, fused):
+        made.session.detach()
+    del steps
 
 
 def compared(model: Routers, logits: list[Tensor], ours: Recording, fused: Recording) -> dict[str, Any]:
     """Largest error of the weights, sorted, against float64; rows whose ids differ though no score is near another."""
     made = {"off": ours.off[0], "fused": fused.off[0]}
     for captured in made.values():
-        captured.graph.replay()
+        captured.replay()
     errors = dict.fromkeys(made, 0.0)
     different = 0
     for number, (layer, values) in enumerate(zip(model.layers, logits, strict=True)):
@@ -226,55 +192,38 @@ def is_near(scores: Tensor) -> Tensor:
     return (best[:, :-1] - best[:, 1:]).min(-1).values <= MARGIN
 
 
-def empty_kernels(count: int, replays: int) -> float:
-    """As many kernels as layers that do nothing to speak of, in one CUDA graph: the floor of one kernel a layer."""
-    x = torch.zeros(1, device="cuda")
-    captured = Captured(lambda: [x.add_(1) for _ in range(count)])
-    return statistics.median(captured.microseconds(replays) for _ in range(10))
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[256, 1, 8192])
     parser.add_argument("--geometry", choices=list(GEOMETRIES), nargs="+", default=list(GEOMETRIES))
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--replays", type=int, default=20)
     parser.add_argument("--captures", type=int, default=2)
-    parser.add_argument(
-        "--limit", type=float, default=200.0, help="fail if fused R1 takes more microseconds at T = 256"
-    )
-    parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("this benchmark measures GPU time: it needs a CUDA device")
-    machine = {
-        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "python": platform.python_version(),
-        "date": datetime.date.today().isoformat(),
-        "62 empty kernels": empty_kernels(62, given.replays), "48 empty kernels": empty_kernels(48, given.replays),
-    }  # fmt: skip
-    print(json.dumps(machine), flush=True)
-    rows: list[dict[str, Any]] = []
+    if given.tiny:
+        given.tokens, given.rounds, given.replays, given.captures = [4], 1, 1, 1
+    elif not CUDA:
+        raise SystemExit("this benchmark measures GPU time: it needs a CUDA device, or --tiny")
+    bench = Bench(given)
+    floor = floors()
+    bench.add("floors", floor)
     for name in given.geometry:
-        rows.extend(measure(name, given.tokens, given.rounds, given.replays, given.captures))
-        if given.out:
-            given.out.write_text(json.dumps({"machine": machine, "rows": rows}, indent=2) + "\n")
-    print("\n| geometry | T | off | on | fused | error of weights: off, fused | ids that differ |")
-    print("|---|---|---|---|---|---|---|")
-    for row in rows:
-        print(
-            f"| {row['geometry']} | {row['tokens']} | {row['off']:.0f} | {row['on']:.0f} | **{row['fused']:.0f}** | "
-            f"{row['error of off']:.1e}, {row['error of fused']:.1e} | {row['rows that differ']} |"
-        )
+        for tokens in given.tokens:
+            measure(bench, name, tokens, floor)
     print(
-        f"\nmicroseconds of GPU time per forward; one empty kernel a layer: {machine['62 empty kernels']:.0f} (62 layers)"
-    )
-    slow = [r for r in rows if "4 of 8 groups" in r["geometry"] and r["tokens"] == 256 and r["fused"] > given.limit]
-    if slow:
-        raise SystemExit(f"fused routing of R1 takes {slow[0]['fused']:.0f} us at T = 256, more than {given.limit}")
-    if any(r["fused"] >= r["off"] for r in rows):
-        raise SystemExit("fused routing with recording is slower than routing without")
-    if any(r["rows that differ"] for r in rows):
-        raise SystemExit("fused routing chose other experts where no score is near another")
+        table(
+            ["geometry", "T", "off", "on", "fused", "floor", "error of weights: off, fused", "ids that differ"],
+            [
+                (
+                    row["geometry"], row["tokens"], f"{row['off']:.0f}", f"{row['on']:.0f}", f"**{row['fused']:.0f}**",
+                    f"{row['floor']:.0f}", f"{row['error of off']:.1e}, {row['error of fused']:.1e}", row["rows that differ"],
+                )
+                for row in bench.rows["router"]
+            ],
+        )
+    )  # fmt: skip
+    print(f"\nmicroseconds of GPU time for the routing of all layers, in a CUDA graph. {floor}")
+    bench.finish()
 
 
 if __name__ == "__main__":

@@ -16,11 +16,7 @@ The floor beside them is the entropy of an id given its layer and column: no cod
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import json
 import math
-import platform
 import sys
 import sysconfig
 import time
@@ -32,6 +28,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from bench import Bench, arguments, table
 
 import r3_pass
 
@@ -125,50 +122,57 @@ def timed(run: Callable[[], Any], size: int) -> tuple[Any, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__)
     parser.add_argument("--tokens", type=int, default=65_536)
     parser.add_argument("--gpus", type=int, default=1000)
     parser.add_argument("--rate", type=float, default=2000, help="tokens a GPU forwards a second")
-    parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    scale = []
-    print(f"{given.gpus} GPUs, {given.rate:.0f} tokens a second each\n")
-    print("| model | encoding | bytes a token | MB/s of a GPU | GB/s of the fleet | TB an hour |")
-    print("|---|---|---|---|---|---|")
+    if given.tiny:
+        given.tokens = 512
+    bench = Bench(given)
     for name, (layers, top_k, experts) in GEOMETRIES.items():
         for encoding, bits in (("int16", 16), ("uint8", 8), ("bits", _width(experts))):
             size = layers * top_k * bits / 8
-            row: dict[str, Any] = {
-                "model": name, "encoding": encoding, "bytes a token": size, "MB/s of a GPU": size * given.rate / 1e6,
-                "GB/s": size * given.rate * given.gpus / 1e9, "TB an hour": size * given.rate * given.gpus * 3600 / 1e12,
+            moved = {
+                "MB/s of a GPU": size * given.rate / 1e6, "GB/s": size * given.rate * given.gpus / 1e9,
+                "TB an hour": size * given.rate * given.gpus * 3600 / 1e12,
             }  # fmt: skip
-            scale.append(row)
-            print(
-                f"| {name} | {encoding} | {size:.0f} | {row['MB/s of a GPU']:.2f} | {row['GB/s']:.2f} | {row['TB an hour']:.2f} |"
-            )
+            bench.add("scale", {"model": name, "encoding": encoding, "bytes a token": size, **moved})
     rows, experts = real_routes(given.tokens)
-    floor = entropy(rows, experts)
-    print(f"\nreal routes: {len(rows)} tokens, {rows.shape[1]} layers, top {rows.shape[2]} of {experts} experts\n")
-    print("| encoding | bytes a token | of int16 | encode, MB/s | decode, MB/s |\n|---|---|---|---|---|")
-    measured = []
+    whole = rows.shape[1] * rows.shape[2] * 2
     for name, (encode, decode) in ENCODINGS.items():
         data, packing = timed(lambda encode=encode: encode(rows, experts), rows.nbytes)  # type: ignore[misc]
         back, unpacking = timed(lambda decode=decode, data=data: decode(data, rows.shape, experts), rows.nbytes)  # type: ignore[misc]
         if not np.array_equal(back, rows):
             raise SystemExit(f"{name} lost something")
-        size, share = len(data) / len(rows), len(data) / rows.nbytes
-        measured.append({"encoding": name, "bytes a token": size, "encode, MB/s": packing, "decode, MB/s": unpacking})
-        print(f"| {name} | {size:.1f} | {share:.2f} | {packing:.0f} | {unpacking:.0f} |")
+        size = len(data) / len(rows)
+        bench.add("real", {"encoding": name, "bytes a token": size, "encode, MB/s": packing, "decode, MB/s": unpacking})
+    floor = entropy(rows, experts)
+    bench.add("entropy", {"bytes a token": floor})
     print(
-        f"| floor (entropy by layer and column) | {floor:.1f} | {floor / (rows.shape[1] * rows.shape[2] * 2):.2f} | | |"
-    )
-    if given.out:
-        machine = {
-            "python": platform.python_version(), "numpy": np.__version__, "torch": torch.__version__,
-            "machine": platform.machine(), "date": datetime.date.today().isoformat(), **vars(given),
-        }  # fmt: skip
-        found = {"machine": machine, "scale": scale, "real": measured, "entropy, bytes a token": floor}
-        given.out.write_text(json.dumps(found, indent=2, default=str) + "\n")
+        table(
+            ["model", "encoding", "bytes a token", "MB/s of a GPU", "GB/s of the fleet", "TB an hour"],
+            [
+                (
+                    row["model"], row["encoding"], f"{row['bytes a token']:.0f}", f"{row['MB/s of a GPU']:.2f}",
+                    f"{row['GB/s']:.2f}", f"{row['TB an hour']:.2f}",
+                )
+                for row in bench.rows["scale"]
+            ],
+        )
+    )  # fmt: skip
+    print(f"\n{given.gpus} GPUs, {given.rate:.0f} tokens a second each")
+    measured = [
+        (
+            row["encoding"], f"{row['bytes a token']:.1f}", f"{row['bytes a token'] / whole:.2f}", f"{row['encode, MB/s']:.0f}",
+            f"{row['decode, MB/s']:.0f}",
+        )
+        for row in bench.rows["real"]
+    ]  # fmt: skip
+    measured.append(("floor (entropy by layer and column)", f"{floor:.1f}", f"{floor / whole:.2f}", "", ""))
+    print(table(["encoding", "bytes a token", "of int16", "encode, MB/s", "decode, MB/s"], measured))
+    print(f"\nreal routes: {len(rows)} tokens, {rows.shape[1]} layers, top {rows.shape[2]} of {experts} experts")
+    bench.finish()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,180 @@
+"""What the benchmarks share: arguments, the record of the machine, tables, figures beside their bars, raw results.
+
+    given = arguments(__doc__).parse_args()
+    bench = Bench(given)
+    bench.add("capture", row)                                        # kept, and written at once: a run that is killed has it
+    bench.bar("us at T = 256", row["adds"], "<=", 6.5, explain={"on": graph.replay})
+    bench.finish()                                                   # writes --out; fails if a bar was missed
+
+A bar is judged on a GPU and at full size only, unless it says `anywhere`. Where one is missed, what explains it is profiled then
+and there, into a file beside the results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import cProfile
+import datetime
+import importlib.metadata
+import io
+import json
+import operator
+import os
+import platform
+import pstats
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import r3_pass
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+
+_HOLDS: dict[str, Callable[[float, float], bool]] = {"<=": operator.le, "<": operator.lt, ">=": operator.ge}
+_PROFILED = 15  # rows of a profile
+
+
+def arguments(doc: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    parser.add_argument(
+        "--tiny", action="store_true", help="run all of it in seconds, on any CPU: the figures mean nothing"
+    )
+    parser.add_argument("--out", type=Path, help="raw results as JSON; profiles of what misses its bar lie beside it")
+    return parser
+
+
+def inner(given: argparse.Namespace) -> str:
+    """Inductor; for a small run what compiles in no time."""
+    return "inductor" if CUDA and not given.tiny else "aot_eager"
+
+
+def machine(given: argparse.Namespace) -> dict[str, Any]:
+    found = {
+        "gpu": torch.cuda.get_device_name() if CUDA else "none", "cpus": os.cpu_count(), "processor": platform.machine(),
+        "torch": torch.__version__, "python": platform.python_version(), "r3_pass": r3_pass.__version__,
+    }  # fmt: skip
+    for name in ("triton", "transformers"):  # by what is installed: importing them takes seconds
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    options = {name: value for name, value in vars(given).items() if name != "out"}
+    return {**found, "date": datetime.date.today().isoformat(), **options}
+
+
+class Bench:
+    """The rows of each table, and the bars.
+
+    Args:
+        given: as `arguments` parsed them.
+    """
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        torch.backends.cuda.matmul.allow_tf32 = False
+        if given.tiny:
+            torch.set_num_threads(1)  # its products are too small to be shared among threads
+        self.given = given
+        self.judged = CUDA and not given.tiny
+        self.machine = machine(given)
+        self.rows: dict[str, list[dict[str, Any]]] = {}
+        self.bars: list[dict[str, Any]] = []
+        print(json.dumps(self.machine, default=str), flush=True)
+
+    def add(self, table: str, row: Mapping[str, Any]) -> None:
+        """Keep a row of a table."""
+        self.rows.setdefault(table, []).append(dict(row))
+        print(table, json.dumps(row, default=str), flush=True)
+        self._write()
+
+    def bar(
+        self,
+        figure: str,
+        value: float,
+        must: str,
+        limit: float,
+        *,
+        explain: Mapping[str, Callable[[], Any]] | None = None,
+        host: bool = False,
+        anywhere: bool = False,
+    ) -> None:
+        """Hold a figure against its bar.
+
+        Args:
+            must: "<=", "<" or ">=".
+            explain: what to profile if it is missed, by name; host: by host time, not the GPU's.
+            anywhere: judged on every machine and at every size.
+        """
+        met = _HOLDS[must](value, limit) if self.judged or anywhere else None
+        self.bars.append({"figure": figure, "value": value, "bar": f"{must} {limit:g}", "met": met})
+        self._write()
+        if met is False:
+            for name, run in (explain or {}).items():
+                self._keep_profile(f"{figure}: {name}", run, host)
+
+    def _keep_profile(self, title: str, run: Callable[[], Any], host: bool) -> None:
+        try:
+            text = f"## {title}\n\n{profiled(run, host)}\n"
+        except (
+            RuntimeError,
+            ValueError,
+            r3_pass.R3Error,
+        ) as error:  # no reason to lose the figures that are still to come
+            text = f"## {title}\n\nnot profiled: {error}\n"
+        print(text, flush=True)
+        if self.given.out:
+            with open(self.given.out.with_suffix(".profile.txt"), "a") as kept:
+                kept.write(text)
+
+    def finish(self) -> None:
+        """Raises: SystemExit if a bar was missed."""
+        self._write()
+        if self.bars:
+            print(verdicts(self.bars))
+        missed = [bar["figure"] for bar in self.bars if bar["met"] is False]
+        if missed:
+            raise SystemExit(f"missed: {'; '.join(missed)}")
+
+    def _write(self) -> None:
+        if self.given.out:
+            found = {"machine": self.machine, "rows": self.rows, "bars": self.bars}
+            self.given.out.write_text(json.dumps(found, indent=2, default=str) + "\n")
+
+
+def profiled(run: Callable[[], Any], host: bool = False) -> str:
+    """The 15 operators or kernels that take most of three calls, by GPU time; by host time with Python's functions beside them."""
+    activities = [torch.profiler.ProfilerActivity.CPU, *([torch.profiler.ProfilerActivity.CUDA] if CUDA else [])]
+    with torch.profiler.profile(activities=activities) as seen:
+        for _ in range(3):
+            run()
+        if CUDA:
+            torch.cuda.synchronize()
+    by_host = host or not CUDA
+    order = "self_cpu_time_total" if by_host else "self_device_time_total"
+    text = str(seen.key_averages().table(sort_by=order, row_limit=_PROFILED, max_name_column_width=90))
+    if not host:
+        return text
+    python = cProfile.Profile()
+    python.enable()
+    for _ in range(30):
+        run()
+    python.disable()
+    stream = io.StringIO()
+    pstats.Stats(python, stream=stream).sort_stats("tottime").print_stats(_PROFILED)
+    return f"{text}\nPython, 30 calls:\n{stream.getvalue()}"
+
+
+def table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """In Markdown."""
+    lines = [headers, ["---"] * len(headers), *rows]
+    return "\n" + "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def verdicts(bars: Iterable[Mapping[str, Any]]) -> str:
+    """Each figure, its bar, and whether it is met."""
+    said = {True: "met", False: "**missed**", None: "not judged here"}
+    return table(
+        ["figure", "value", "bar", ""],
+        [(bar["figure"], f"{bar['value']:.4g}", bar["bar"], said[bar["met"]]) for bar in bars],
+    )

@@ -1,0 +1,205 @@
+"""What recording adds to a whole decode forward, and what the fused router takes off it again.
+
+    python tests/benchmarks/forward_cost.py [--layers 8] [--out results.json]
+    python tests/benchmarks/forward_cost.py --parts blocks --layers 48           # all layers: 61 GB of weights
+
+Qwen3-30B-A3B's geometry with random weights in bfloat16, served by the reference engine (`examples/engine`): one decode of `batch`
+sequences at a context of `context` tokens, their tokens random (so that all experts are used), in a CUDA graph. Milliseconds of GPU
+time; replays of each variant alternate with those of "off", and a ratio is the median of the rounds' own:
+
+    off      the compiler without r3_pass
+    on       r3_pass.backend(), in a step whose rows go to their requests: ids of all layers recorded, and written to the host
+    fused    r3_pass.backend(fuse_router=True), the same
+
+`--parts model` compiles the model as one, for this one batch size (minutes for each of four compilations of 48 layers, so 8 is the
+default); `--parts blocks` compiles each layer's MoE block by itself, whose graph serves all layers, and leaves the rest eager.
+Variants have modules, KV caches and sessions of their own over the same weights. The floor is the time to read what a decode must
+read: all weights but the embedding, and all keys and values, once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from bench import CUDA, Bench, arguments, inner, table
+from graphs import floors, microseconds
+from qwen3 import (
+    BLOCK,
+    PARTS,
+    VARIANTS,
+    attach,
+    backend_of,
+    build,
+    engine_of,
+    read_bytes,
+    settle,
+    sharing_weights,
+    unfused,
+)
+
+from r3_pass.runtime import SegmentBatch
+
+LIMITS = {"on": ("<=", 1.002), "fused": ("<", 1.0)}
+
+
+class Decode:
+    """One variant's decode, captured; all that it needs lives as long as it does."""
+
+    def __init__(self, variant: str, model: Any, given: Any, tokens: np.ndarray) -> None:
+        began = time.perf_counter()
+        self.backend = backend_of(variant, inner(given))
+        blocks = -(-given.context // BLOCK)
+        batch = given.batch
+        self.engine = engine_of(
+            sharing_weights(model), self.backend, given.parts, False, num_blocks=batch * blocks, max_num_seqs=batch
+        )
+        self.session = attach(self.engine, self.backend)
+        self.names = [f"req_{i}" for i in range(batch)]
+        block_table = np.arange(batch * blocks).reshape(batch, blocks)
+        last = given.context - 1
+        self.slots = block_table[:, last // BLOCK] * BLOCK + last % BLOCK
+        self.batch = dataclasses.replace(
+            self.engine.runner.dummy(batch), token_ids=tokens, positions=np.full(batch, last), slot_mapping=self.slots,
+            block_table=block_table,
+        )  # fmt: skip
+        self.open: Any = None
+        self.logits = torch.zeros(0)
+        if CUDA:
+            self.engine.runner.capture(batch, blocks)
+            self.graph, static, self.logits = self.engine.runner.graphs[batch]
+            for name in ("token_ids", "positions", "slot_mapping", "block_table"):
+                static[name].copy_(torch.from_numpy(getattr(self.batch, name)))
+        else:
+            self.replay()
+        settle()
+        self.seconds = time.perf_counter() - began
+
+    def replay(self) -> None:
+        if CUDA:
+            self.graph.replay()
+        else:
+            self.logits = self.engine.runner.run(self.batch)
+
+    def rows(self) -> np.ndarray:
+        """What one decode records, int16 [batch, layers, top_k]; every layer is."""
+        if CUDA:
+            with self.session.step(self.slots, self._segments(0)):
+                self.replay()
+        else:
+            self.replay()
+        rows: np.ndarray = self.session.read(self.slots)
+        if not (rows[:, list(self.session.describe().layers)] >= 0).all():
+            raise SystemExit("a layer was not recorded")
+        return rows
+
+    def record(self) -> None:
+        """Have every replay from now on record, in a step that is never left."""
+        if CUDA and self.session is not None:
+            self.open = self.session.step(self.slots, self._segments(1))
+            self.open.__enter__()
+
+    def _segments(self, start: int) -> SegmentBatch:
+        count = len(self.names)
+        return SegmentBatch(self.names, np.full(count, start), np.ones(count, np.int64))
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--parts", choices=PARTS, default="model", help="what is compiled")
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--context", type=int, default=640)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--replays", type=int, default=5)
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
+    given = parser.parse_args()
+    if given.tiny:
+        given.layers, given.batch, given.context, given.rounds, given.replays = 2, 4, 32, 2, 1
+    elif not CUDA:
+        raise SystemExit("this benchmark measures GPU time: it needs a CUDA device, or --tiny")
+    bench = Bench(given)
+    floor = floors()
+    bench.add("floors", floor)
+    with torch.no_grad():
+        model = build(given.layers, given.tiny)
+        measure(bench, model, floor["memory, GB/s"])
+    report(bench)
+    bench.finish()
+
+
+def measure(bench: Bench, model: Any, bandwidth: float) -> None:
+    """Each variant is measured beside "off" as soon as it is compiled: what takes too long loses the later ones only."""
+    given = bench.given
+    tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, given.batch)
+    made: dict[str, Decode] = {}
+    rows: dict[str, np.ndarray] = {}
+    for variant in given.variants:
+        decode = made[variant] = Decode(variant, model, given, tokens)
+        print(f"{variant}: compiled and captured in {decode.seconds:.0f} s", flush=True)
+        if decode.session is not None:
+            rows[variant] = decode.rows()
+            decode.record()
+        pair = {name: made[name] for name in ("off", variant) if name in made}
+        for one in pair.values():
+            one.replay()
+        settle()
+        times: dict[str, list[float]] = {name: [] for name in pair}
+        for _ in range(given.rounds):
+            for name, one in pair.items():
+                times[name].append(microseconds(one.replay, given.replays) / 1e3)
+        row: dict[str, Any] = {"variant": variant, "parts": given.parts, "layers": given.layers}
+        row["floor, ms"] = read_bytes(model, given.batch * given.context) / bandwidth / 1e6
+        row["ms"] = statistics.median(times[variant])
+        row["spread, ms"] = float(np.ptp(np.quantile(times[variant], [0.1, 0.9])))
+        row["compiled in, s"] = decode.seconds
+        row["not fused"] = unfused(decode.backend)
+        if len(pair) == 2:
+            row["off, ms"] = statistics.median(times["off"])
+            row["of off"] = statistics.median(a / b for a, b in zip(times[variant], times["off"], strict=True))
+            row["logits differ by"] = float((decode.logits - made["off"].logits).abs().max())
+        if variant == "fused" and "on" in rows:
+            row["rows that differ from on"] = int((rows["fused"] != rows["on"]).any((1, 2)).sum())
+        row["all, ms"] = times
+        bench.add("forward", row)
+        if len(pair) == 2:
+            must, limit = LIMITS[variant]
+            explain = {name: one.replay for name, one in pair.items()}
+            figure = f"decode forward, {given.layers} layers, compiled {_compiled(given.parts)}, {variant} / off"
+            bench.bar(figure, row["of off"], must, limit, explain=explain)
+
+
+def _compiled(parts: str) -> str:
+    return "as one" if parts == "model" else "by MoE block"
+
+
+def report(bench: Bench) -> None:
+    print(
+        table(
+            ["", "a decode, ms", "of off", "spread, ms", "floor, ms", "logits differ by", "compiled and captured in, s"],
+            [
+                (
+                    row["variant"], f"{row['ms']:.3f}", f"{row['of off']:.4f}" if "of off" in row else "-",
+                    f"{row['spread, ms']:.3f}", f"{row['floor, ms']:.3f}", f"{row.get('logits differ by', 0):.3g}",
+                    f"{row['compiled in, s']:.0f}",
+                )
+                for row in bench.rows["forward"]
+            ],
+        )
+    )  # fmt: skip
+    given = bench.given
+    print(
+        f"\n{given.layers} of 48 layers, compiled {_compiled(given.parts)}, batch {given.batch}, context {given.context}; "
+        "one decode in a CUDA graph"
+    )
+    for row in bench.rows["forward"]:
+        for site in row["not fused"]:
+            print(f"NOT FUSED {site}")
+
+
+if __name__ == "__main__":
+    main()
