@@ -11,13 +11,18 @@ TORCH_VERSIONS ?= 2.11.0 newest
 # For `make test-vllm`: the python of an environment that has vLLM and what the tests need; by default, one of its own.
 VLLM_PYTHON ?=
 
-.PHONY: help venv demo test test-all test-vllm architectures benchmarks check test-versions wheel clean
+# For `make machine`: random histories of the reference engine; the tests run a few.
+EXAMPLES ?= 20000
+
+.PHONY: help venv demo test test-all test-vllm test-extras machine architectures benchmarks check test-versions wheel clean
 
 help:
 	@echo 'make demo           record the routing of a small Qwen3-MoE, served by continuous batching'
 	@echo 'make test           the test suite'
 	@echo 'make test-all       the same, and every architecture in every way of compiling it (half an hour more)'
 	@echo 'make test-vllm      the tests on vLLM, in an environment of its own (four minutes and 3.5 GB to install)'
+	@echo 'make test-extras    the tests on TRL and on Ray, in an environment of its own'
+	@echo 'make machine        the reference engine through $(EXAMPLES) random histories, each row proved'
 	@echo 'make architectures  record every architecture and router, and write docs/architectures.md (a quarter of an hour)'
 	@echo 'make benchmarks     every measured figure beside its bar, on one GPU (half an hour)'
 	@echo 'make check          formatting, lints and types'
@@ -44,6 +49,17 @@ test: venv
 
 test-all: venv
 	$(BIN)/python -m pytest -n $(WORKERS)
+
+.venv-extras/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-extras
+	.venv-extras/bin/pip install --disable-pip-version-check -c constraints.txt -e '.[dev,trl,ray]'
+	touch $@
+
+test-extras: .venv-extras/installed
+	.venv-extras/bin/python -m pytest tests/test_trl.py tests/test_ray.py
+
+machine: venv
+	R3_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest tests/engine/test_machine.py
 
 architectures: venv
 	$(BIN)/python tests/lib/all_architectures.py --routers --write docs/architectures.md
@@ -77,5 +93,5 @@ wheel: venv
 	$(BIN)/python -m build --no-isolation --outdir dist .
 
 clean:
-	rm -rf .venv .venv-torch-* .venv-vllm build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-torch-* .venv-vllm .venv-extras build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

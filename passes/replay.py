@@ -21,11 +21,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from r3_pass.passes.forcing import Forcing, Read, Swap, plan
+from r3_pass.passes.forcing import Forcing, Swap, plan
 from r3_pass.passes.inputs import fake_mode_of
 from r3_pass.passes.match import is_weight
 from r3_pass.passes.record import Occurrence, Path, attribute, called_as
 from r3_pass.passes.site import Accepted
+from r3_pass.passes.unmask import Read
 from r3_pass.registry.dataflow import DataFlow, dims, plain, product, subgraph_of, value
 
 

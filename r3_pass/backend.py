@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from r3_pass.binding import Binding, Place, find_binding
+from r3_pass.binding import Binding, Placement, find_binding
 from r3_pass.errors import R3Error, RefusedConfiguration
 from r3_pass.given import OnBadRow
 from r3_pass.inner import Compiled, Inner, compile_with
@@ -27,8 +27,10 @@ from r3_pass.passes.record import rewrite
 from r3_pass.passes.replay import force
 from r3_pass.passes.site import Accepted, Match, Rejected
 from r3_pass.passes.witness import Witnesses
+from r3_pass.places import Place
 from r3_pass.registry.dataflow import value
-from r3_pass.replay import ForcedGraph, Replay, Replays, frames
+from r3_pass.replay import ForcedGraph, Replay
+from r3_pass.replays import Replays, frames
 from r3_pass.report import GraphRecord, Report
 
 Mode = Literal["record", "replay", "both"]
@@ -41,6 +43,8 @@ class CompiledGraph:
         device: where its ids are.
         witnesses: its sites, and the weights that name their layers.
         placed: how the sites were placed at calls so far, for reports.
+        goes_on: what an R3Error does to a call in a step. False: the call raises it. True: the model's outputs come as they would
+            without a session. The step fails either way, at the latest when it ends.
     """
 
     def __init__(
@@ -51,8 +55,10 @@ class CompiledGraph:
         witnesses: Witnesses,
         refused: Sequence[Rejected],
         device: torch.device,
+        goes_on: bool = False,
     ) -> None:
         self.device = device
+        self.goes_on = goes_on
         self.plain = plain
         self.recording = recording
         self.tokens = tokens
@@ -72,31 +78,40 @@ class CompiledGraph:
         if binding is None or not binding.recording or not weights:
             return self.plain(*args)
         try:
-            binding.begin()
-            binding.refuse(self.refused)
-            return self._record(binding, weights, args)
+            placement = self._begin(binding, weights)
         except R3Error as error:
-            binding.problems[str(error)] = None  # the step fails, also where an engine swallows this
-            raise
+            self._fail(binding, error)
+            return self.plain(*args)
+        if not placement.stored:
+            return self.plain(*args)
+        results = self.recording(*args, binding.buffer, binding.state, binding.mapping, placement.columns)
+        tokens = self.tokens
+        if tokens is None:
+            results, tokens = results[:-1], results[-1]
+        try:
+            binding.ran(placement, tokens)
+        except R3Error as error:
+            self._fail(binding, error)
+        return results
 
-    def _record(self, binding: Binding, weights: tuple[Any, ...], args: tuple[Any, ...]) -> Any:
+    def _begin(self, binding: Binding, weights: tuple[Any, ...]) -> Placement:
+        binding.begin()
+        binding.refuse(self.refused)
         placement = binding.place(self.witnesses, weights, self.placed)
         if binding not in self.served():
             self._served = (*self._served, weakref.ref(binding))
-        if not placement.stored:
-            return self.plain(*args)
-        if self.device != binding.device:
+        if placement.stored and self.device != binding.device:
             raise RefusedConfiguration(
                 f"the graph's ids are on {self.device}, the session's slot buffer is on {binding.device}: a model that is spread "
                 "over devices, or was moved after attach. Attach when its weights are where they will run."
             )
         binding.before(placement)
-        results = self.recording(*args, binding.buffer, binding.state, binding.mapping, placement.columns)
-        if self.tokens is None:
-            binding.ran(placement, results[-1])
-            return results[:-1]
-        binding.ran(placement, self.tokens)
-        return results
+        return placement
+
+    def _fail(self, binding: Binding, error: R3Error) -> None:
+        binding.problems[str(error)] = None  # the step fails, also where an engine swallows this
+        if not self.goes_on:
+            raise error
 
 
 class RefusedGraph:
@@ -123,6 +138,9 @@ class RefusedGraph:
 
 class Backend:
     """A torch.compile backend that records and replays expert routing; see `r3_pass.backend`."""
+
+    goes_on = False
+    """See `CompiledGraph`."""
 
     def __init__(self, inner: Inner, mode: Mode, fuse_router: bool = False) -> None:
         self.inner = inner
@@ -198,7 +216,7 @@ class Backend:
         plain = compile_with(self.inner, module, example_inputs, options)
         witnesses = Witnesses(module, rewritten.occurrences)
         record.watch_bytecode()
-        compiled = CompiledGraph(plain, recording, rewritten.tokens, witnesses, refused, device)
+        compiled = CompiledGraph(plain, recording, rewritten.tokens, witnesses, refused, device, self.goes_on)
         record.placed = compiled.placed
         return compiled
 

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from r3_pass.binding import Binding, Place
+from r3_pass.binding import Binding
 from r3_pass.errors import R3Error
 from r3_pass.inner import Compiled
 from r3_pass.passes.match import match
 from r3_pass.passes.record import occurrences, unequal
 from r3_pass.passes.witness import Witnesses
+from r3_pass.places import Place
 from r3_pass.report import GraphRecord, Report
 
 

@@ -4,10 +4,8 @@
         loss = loss_fn(compiled(input_ids))
         loss.backward()
 
-What is replayed now stands on the backend, under a lock, not in a thread: autograd recomputes in another one. A
-compiled graph asks at each call. Recomputation of a checkpointed region outside of the graph must take the routes that
-its forward took: each such forward leaves a mark among the tensors that the region saves, and the mark that comes back
-from the recomputation is compared.
+What is replayed now stands on the backend (`replays`), where a compiled graph asks at each call; what is run again in the backward
+is held against its forward (`recomputation`).
 
 Legend: T tokens, L decoder layers, M MoE layers, K columns of the routes, N sites of a graph.
 """
@@ -15,29 +13,25 @@ Legend: T tokens, L decoder layers, M MoE layers, K columns of the routes, N sit
 from __future__ import annotations
 
 import contextlib
-import itertools
-import sys
-import threading
-import weakref
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from types import FrameType, TracebackType
+from collections import Counter
+from collections.abc import Callable, Sequence
+from types import TracebackType
 from typing import Any
 
 import sympy
 import torch
 from torch import Tensor, fx, nn
-from torch.utils.checkpoint import CheckpointError
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from r3_pass.binding import Binding, Place, Placement, owner_of
-from r3_pass.errors import InvalidRoutes, NoRouterFound, PartialCapture, R3Error, RefusedConfiguration
+from r3_pass.binding import Binding, Placement
+from r3_pass.errors import InvalidRoutes, NoRouterFound, PartialCapture, RefusedConfiguration
 from r3_pass.given import Given, OnBadRow
 from r3_pass.inner import Compiled
+from r3_pass.marks import owner_of
 from r3_pass.passes.replay import Forced
 from r3_pass.passes.witness import Witnesses
-from r3_pass.regions import Context, running
+from r3_pass.places import Place
 from r3_pass.registry.dataflow import plain, value
+from r3_pass.replays import Replays, layers_of
 
 _ADVICE = (
     "Compile the blocks that route so that their graphs run in training, too (each MoE block by itself: "
@@ -45,147 +39,6 @@ _ADVICE = (
     "backend.report() say what was seen. A hook on a gate breaks the graph of a block between its top-k and its experts: "
     "transformers sets one for output_router_logits=True, which works in a model that is compiled whole only"
 )
-
-
-class _Layers:
-    """On a model: which layer each of its weights is of. Copied and saved as an empty dict."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.binding = Binding(model, torch.device("cpu"), self._lay_out, mark=False)
-
-    def _lay_out(self, layers: tuple[int, ...], top_k: int) -> None:
-        self.binding.layers, self.binding.top_k = layers, top_k
-
-    def __reduce__(self) -> tuple[type[OrderedDict[str, Any]], tuple[()]]:
-        return OrderedDict, ()
-
-
-def layers_of(model: nn.Module) -> Binding:
-    held = model.__dict__.get("_r3_layers")
-    if not isinstance(held, _Layers) or held.binding.model is not model:
-        held = _Layers(model)
-        model.__dict__["_r3_layers"] = held
-    return held.binding
-
-
-class Replays:
-    """Replay's state of one backend.
-
-    Attributes:
-        lock: held while the state changes; calls of graphs only read.
-        forwards: replayed forwards of each layer.
-        fallback: rows of each layer that were bad and went to the live router.
-        marks: by weight, forwards that may yet be recomputed. Grad mode tells graphs apart, so these stand here.
-        last: by weight, whether its last forward was replayed.
-        regions: by reentrant region that may yet be recomputed, and by weight, the replayed forwards in it.
-        device: where the last graph that was compiled routes; routes are checked there.
-    """
-
-    def __init__(self) -> None:
-        self.marks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self.last: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self.regions: weakref.WeakKeyDictionary[Context, dict[int, _Mark]] = weakref.WeakKeyDictionary()
-        self.lock = threading.RLock()
-        self.forwards: Counter[int] = Counter()
-        self.fallback: Counter[int] = Counter()
-        self.device: torch.device | None = None
-        self._beside: torch.cuda.Stream | None = None
-        self._open: tuple[tuple[Replay, int], ...] = ()  # and by which thread
-        self._frames: list[weakref.ref[nn.Module]] = []
-        self._models: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self._numbers: weakref.WeakKeyDictionary[Given, int] = weakref.WeakKeyDictionary()
-
-    @property
-    def active(self) -> Replay | None:
-        running = self._open
-        return running[-1][0] if running else None
-
-    def find(self, weights: Sequence[Any]) -> tuple[Replay, Binding] | None:
-        """The innermost context that replays the model of these weights, and where they are in it.
-
-        Raises: as `Replay.binding_for`.
-        """
-        for replay, _ in reversed(self._open):
-            binding = replay.binding_for(weights)
-            if binding is not None:
-                return replay, binding
-        return None
-
-    def refuse(self, weights: Sequence[Any], reasons: Sequence[str]) -> None:
-        """Raises for routing of a replayed model that cannot take given routes."""
-        if reasons and self._open and (not weights or self.find(weights) is not None):
-            raise PartialCapture("replay: routing that cannot take given routes ran: " + "; ".join(reasons) + ".")
-
-    def beside(self) -> torch.cuda.Stream | None:
-        """A stream for routes that come from the host; None where no graph runs on a GPU."""
-        device = self.device
-        if device is None or device.type != "cuda":
-            return None
-        if self._beside is None or self._beside.device != device:
-            self._beside = torch.cuda.Stream(device)
-        return self._beside
-
-    def enter(self, replay: Replay) -> None:
-        """Raises: RefusedConfiguration if a graph could not tell this context from one that another thread has open."""
-        thread = threading.get_ident()
-        with self.lock:
-            for other, whose in self._open:
-                if whose != thread and other.may_be(replay) and self.number(other.given) != self.number(replay.given):
-                    raise RefusedConfiguration(
-                        "replay: another thread replays other routes with this backend now, and a forward takes them in "
-                        "whatever thread it runs. Let one thread open a context at a time, compile with a backend for "
-                        "each thread, or, for several models, name each: backend.replay(routes, model=model)."
-                    )
-            self._open = (*self._open, (replay, thread))
-
-    def leave(self, replay: Replay) -> None:
-        with self.lock:
-            at = max(n for n, (r, _) in enumerate(self._open) if r is replay)
-            self._open = self._open[:at] + self._open[at + 1 :]
-
-    def number(self, given: Given | None) -> int:
-        """Names routes by what is in them; 0 is none."""
-        if given is None:
-            return 0
-        with self.lock:
-            if given not in self._numbers:
-                known = next((n for g, n in self._numbers.items() if g.same(given)), None)
-                self._numbers[given] = next(_NUMBERS) if known is None else known
-            return self._numbers[given]
-
-    # ---- models -------------------------------------------------------------------------------------------------
-    def saw(self, frames: Iterable[nn.Module]) -> None:
-        """Remember modules whose forward Dynamo compiles."""
-        for frame in frames:
-            if not any(known() is frame for known in self._frames):
-                with self.lock:
-                    self._frames = [*(known for known in self._frames if known() is not None), weakref.ref(frame)]
-
-    def model_of(self, weights: Sequence[Any]) -> nn.Module | None:
-        """The model that weights belong to: one that has a session, or else the largest whose forward was compiled."""
-        owner = next((o for w in weights if (o := owner_of(w)) is not None), None)
-        if owner is not None:
-            return owner.binding.model
-        known = self._models.get(weights[0])
-        found: nn.Module | None = known() if known is not None else None
-        if found is None:
-            wanted = set(map(id, weights))
-            frames = [frame for reference in self._frames if (frame := reference()) is not None]
-            holding = [f for f in frames if any(id(p) in wanted for p in (*f.parameters(), *f.buffers()))]
-            holding = [f for f in holding if self._names(f, weights)]
-            found = max(holding, key=lambda f: sum(1 for _ in f.parameters()), default=None)
-            if found is None:
-                return None
-            self._models[weights[0]] = weakref.ref(found)
-        return found
-
-    @staticmethod
-    def _names(model: nn.Module, weights: Sequence[Any]) -> bool:
-        """Whether one of these weights of a model is in one of its layers."""
-        binding = layers_of(model)
-        if not any(map(binding.owns, weights)):
-            binding.claim()  # weights may have been replaced
-        return any(map(binding.names_layer, weights))
 
 
 class Replay:
@@ -377,24 +230,23 @@ class ForcedGraph:
         replay, binding = (self.replays.find(weights) or (None, None)) if inside else (None, None)
         if inside and replay is None:
             return self.live(*args)  # another model than those that are replayed
-        recomputes = torch._C._current_graph_task_id() != -1
+        recomputed, recomputes = self.replays.recomputed, torch._C._current_graph_task_id() != -1
         hooked = torch.is_grad_enabled() and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         number = self.replays.number(replay.given) if replay is not None and hooked else 0
         if not hooked and (recomputes or (replay is not None and not torch.is_grad_enabled())):
-            linked = self._link(weights[0], replay)
+            linked = recomputed.link(weights[0], replay)
         else:
             linked = False
         if recomputes and not linked:
-            self._expect(weights[0], number, hooked, replay is not None)
+            recomputed.expect(weights[0], number, hooked, replay is not None)
         if replay is not None and binding is not None:
             results = self._force(replay, binding, weights, args, recomputes)
         else:
             results = self.live(*args)
         if not recomputes:
-            self.replays.last[weights[0]] = replay is not None
+            recomputed.last[weights[0]] = replay is not None
         if hooked or replay is not None:
-            mark = _Mark(number, replay.given if replay is not None else None) if hooked else None
-            self._watch(results, weights[0], mark, recomputes)
+            recomputed.watch(results, weights[0], replay, hooked, recomputes)
         return results
 
     def _force(
@@ -418,112 +270,6 @@ class ForcedGraph:
                 self.replays.forwards.update(layers)
         return results
 
-    # ---- recomputation ------------------------------------------------------------------------------------------
-    def _link(self, weight: Tensor, replay: Replay | None) -> bool:
-        """Hold the second run of a reentrant region against its first, and remember a first one.
-
-        Returns: whether this is a second run. Raises if it takes other routes.
-        """
-        forwards, backward = running()
-        if not forwards and backward is None:
-            return False
-        regions, given = self.replays.regions, replay.given if replay is not None else None
-        number = self.replays.number(given)
-        if backward is not None:
-            mark = regions.get(backward, {}).get(id(weight))
-            if number != (mark.number if mark is not None else 0):
-                raise _other_routes(replay is not None)
-        if given is not None:
-            with self.replays.lock:
-                for region in forwards:
-                    regions.setdefault(region, {})[id(weight)] = _Mark(number, given)
-        return backward is not None
-
-    def _expect(self, weight: Tensor, number: int, hooked: bool, replayed: bool) -> None:
-        """Raises if a recomputation in the backward takes other routes than every forward that may need one."""
-        marks = {mark.number for mark in self.replays.marks.get(weight, ())}
-        if (hooked and marks and number not in marks) or (
-            not hooked and not marks and replayed != self.replays.last.get(weight, replayed)
-        ):
-            raise _other_routes(replayed)
-
-    def _watch(self, results: Any, weight: Tensor, mark: _Mark | None, recomputes: bool) -> None:
-        """See this forward's backward; in a checkpointed region, compare the routes of its recomputation with these.
-
-        Args:
-            mark: None outside of checkpointed regions.
-        """
-        leaves = results if isinstance(results, tuple | list) else ()
-        nodes = {id(t.grad_fn): t.grad_fn for t in leaves if isinstance(t, Tensor) and t.grad_fn is not None}
-        kept: Tensor | None = None  # the node itself does not keep what it saved, in torch 2.11
-        if mark is not None:
-            anchor = torch.zeros(1, requires_grad=True)
-            kept = _Saved.apply(anchor, torch.tensor([mark.number]))  # type: ignore[no-untyped-call]
-            if not recomputes:
-                marks = self.replays.marks.get(weight)
-                if marks is None:
-                    marks = self.replays.marks[weight] = weakref.WeakSet()
-                marks.add(mark)
-        replays = self.replays
-
-        compared: set[int] = set()
-
-        def before_backward(grads: Any) -> None:
-            active = replays.active
-            if active is not None:
-                active.backward = True
-            task = torch._C._current_graph_task_id()
-            if mark is None or kept is None or task in compared:
-                return
-            compared.add(task)  # outputs have several nodes, and what is saved can be read once
-            try:
-                saved: Any = kept.grad_fn
-                (again,) = saved.saved_tensors
-            except CheckpointError as error:
-                if replays.number(active.given if active is not None else None) == mark.number:
-                    raise  # the routes are the same: something else differs
-                raise _other_routes(active is not None) from error
-            if int(again) != mark.number:
-                raise _other_routes(active is not None)
-
-        for node in nodes.values():
-            node.register_prehook(before_backward)
-
-
-_NUMBERS = itertools.count(1)
-
-
-class _Mark:
-    """Which routes a forward took; lives as long as the graph that autograd made of it."""
-
-    __slots__ = ("__weakref__", "given", "number")
-
-    def __init__(self, number: int, given: Given | None) -> None:
-        self.number = number
-        self.given = given  # kept, so that equal routes get the same number as long as this forward may be recomputed
-
-
-class _Saved(torch.autograd.Function):
-    """Saves one tensor the way an operator does, so that checkpointing drops it and makes it again."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, number: Tensor) -> Tensor:
-        ctx.save_for_backward(number)
-        return anchor.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return None, None
-
-
-def _other_routes(replayed: bool) -> R3Error:
-    how = "by other routes than its forward" if replayed else "live, and its forward was replayed"
-    return RefusedConfiguration(
-        f"replay: a checkpointed region runs again in the backward and would route {how}. Run the backward inside of "
-        "the context of its "
-        "own forward, or enter backend.replay(the same routes) again around it."
-    )
-
 
 def _token_counter(module: fx.GraphModule, tokens: Any) -> Callable[[Sequence[Any]], int]:
     """A function from a call's arguments to the number of tokens that it routes."""
@@ -541,21 +287,3 @@ def _token_counter(module: fx.GraphModule, tokens: Any) -> Callable[[Sequence[An
     where = [places[symbol] for symbol in wanted]
     count = sympy.lambdify(wanted, tokens, "math")
     return lambda args: int(count(*(args[n] if dim is None else args[n].shape[dim] for n, dim in where)))
-
-
-def frames() -> list[nn.Module]:
-    """The modules in whose forward Dynamo is compiling, as far out as code that it was told to compile reaches."""
-    found: list[Any] = []
-    running = getattr(torch._dynamo.symbolic_convert.tls, "current_tx", None)
-    if running is not None:
-        found.extend(running.output.root_tx.f_locals.values())
-    within: list[Any] = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        within.extend(frame.f_locals.values())
-        if frame.f_code.co_filename == torch._dynamo.eval_frame.__file__:  # entered compiled code here
-            found.extend(within)
-            within = []
-        frame = frame.f_back
-    modules = (getattr(held, "_orig_mod", held) for held in found if isinstance(held, nn.Module))
-    return [held for held in modules if isinstance(held, nn.Module) and not isinstance(held, fx.GraphModule)]

@@ -10,8 +10,8 @@ from types import CodeType
 import torch
 from torch import fx
 
-from r3_pass.binding import ATTENTION, Place, in_attention
 from r3_pass.passes.site import Match
+from r3_pass.places import ATTENTION, Place, in_attention
 from r3_pass.registry.dataflow import value
 
 

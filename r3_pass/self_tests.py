@@ -214,7 +214,7 @@ def _differs(name: str, got: _Outcome, own: _Outcome, nothing: bool) -> Result:
 
 
 def _blocks(model: nn.Module, rows: Tensor, routed: list[int]) -> dict[int, nn.Module]:
-    from r3_pass.replay import layers_of
+    from r3_pass.replays import layers_of
 
     binding = layers_of(model)
     container = f"{binding.container}." if binding.container else ""

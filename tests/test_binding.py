@@ -81,7 +81,7 @@ def test_weights_that_come_and_go() -> None:
     gc.collect()
     held = {id(weight) for weight in model.parameters()}
     binding.claim()
-    assert set(binding._unmarked or ()) == held, "weights that are gone are forgotten"
+    assert set(binding.marks._unmarked or ()) == held, "weights that are gone are forgotten"
 
 
 # ---- ids that leave the graph ---------------------------------------------------------------------------------------

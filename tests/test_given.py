@@ -5,11 +5,7 @@ The interpreter must be chosen before Triton is imported, so those cases run in 
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,44 +15,20 @@ from forced import random_ids
 from hypothesis import given as drawn
 from hypothesis import settings
 from hypothesis import strategies as st
+from interpreter import INTERPRETED, inside, outside, run_in_the_interpreter
 from torch import Tensor
 
 from r3_pass import InvalidRoutes
 from r3_pass.given import Given
 from r3_pass.summary import holes, summarise, twice
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs inside test_in_the_interpreter")
-
 E = 32
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
+@outside
 def test_in_the_interpreter() -> None:
     """The tests of this file that are skipped outside of it."""
-    pytest.importorskip("triton")
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-        "-k",
-        "not wide and not mask",
-    ]
-    done = subprocess.run(
-        [*command, str(Path(__file__))],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        cwd=Path(__file__).parents[1],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " passed" in done.stdout
+    run_in_the_interpreter(__file__)
 
 
 def by_kernel(routes: Tensor, on_bad_row: Any = "error") -> Given:
@@ -96,7 +68,7 @@ def random_routes(rows: int, layers: int, columns: int, experts: int, seed: int)
     return torch.from_numpy(routes)
 
 
-@interpreted
+@inside
 @settings(max_examples=60)
 @drawn(
     rows=st.sampled_from([0, 1, 2, 63, 1000]),
@@ -118,7 +90,7 @@ def test_the_kernel_equals_torch(
     assert finish() == summarise(want)
 
 
-@interpreted
+@inside
 def test_more_rows_than_the_programs_take_at_once() -> None:
     from r3_pass import summary_kernel
 
@@ -131,7 +103,7 @@ def test_more_rows_than_the_programs_take_at_once() -> None:
         assert torch.equal(got, want) and finish() == summarise(want)
 
 
-@interpreted
+@inside
 def test_ids_of_32_bits() -> None:
     """The smallest and largest are no fill values, and wrap nowhere."""
     from r3_pass import summary_kernel
@@ -208,7 +180,7 @@ def test_refusals(on_bad_row: str) -> None:
             assert outcome(by_kernel, routes, on_bad_row) == found
 
 
-@interpreted
+@inside
 @settings(max_examples=40)
 @drawn(
     rows=st.sampled_from([0, 1, 5, 200]),
@@ -223,6 +195,7 @@ def test_one_judgement(rows: int, columns: int, spare: int, seed: int, on_bad_ro
     assert outcome(by_kernel, routes, on_bad_row, E, top_k) == outcome(Given, routes, on_bad_row, E, top_k)
 
 
+@outside
 def test_masks() -> None:
     rows = torch.tensor([[1, 2, 3], [1, 2, 1], [-1, -1, -1], [2, -1, -1], [-1, 2, 3], [2, -1, 3], [2, 3, -2]]).int()
     assert twice(rows).tolist() == [False, True, *[False] * 5]
@@ -231,13 +204,18 @@ def test_masks() -> None:
 
 
 # ---- conversions -----------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("dtype", ["int64", "uint32", "uint64"])
-@pytest.mark.parametrize("number", [(1 << 32) + 5, (1 << 31) + 5, 5 - (1 << 32)])
+@outside
+@pytest.mark.parametrize(
+    ("dtype", "number"),
+    [
+        (dtype, number)
+        for number in ((1 << 32) + 5, (1 << 31) + 5, 5 - (1 << 32))
+        for dtype in ("int64", "uint32", "uint64")
+        if np.iinfo(dtype).min <= number <= np.iinfo(dtype).max
+    ],
+)
 def test_wide_ids_do_not_wrap(dtype: str, number: int) -> None:
     """Cut to 32 bits, they would be expert 5 or a -1."""
-    bounds = np.iinfo(dtype)
-    if not bounds.min <= number <= bounds.max:
-        pytest.skip("not of this type")
     routes = np.full((3, 2, 2), number, dtype)
     for given in (routes, torch.from_numpy(routes)):
         with pytest.raises(InvalidRoutes, match=rf"hold the id {number}"):

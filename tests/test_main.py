@@ -12,7 +12,7 @@ import pytest
 
 from r3_pass.__main__ import main
 
-pytest.importorskip("transformers")
+pytest.importorskip("transformers", reason="needs r3_pass[transformers]")
 
 SMALL: dict[str, Any] = {
     "model_type": "qwen3_moe",

@@ -19,12 +19,12 @@ import torch
 import r3_pass
 from r3_pass.description import Description
 
-pytest.importorskip("ray", reason="needs r3_pass[ray]")
+pytest.importorskip("ray", reason="needs r3_pass[ray]: make test-extras")
 
 import ray
 import ray_rollouts
-from engine.__main__ import Eager, tiny
-from ray_rollouts import Answer, Fleet, Request
+from engine.proof import Eager, tiny
+from ray_fleet import Answer, Fleet, Request, check, put_weights
 from transformers import AutoModelForCausalLM
 
 SHORT, LONG = 2, 400
@@ -60,7 +60,7 @@ def served(fleet: Fleet, model: Any) -> tuple[list[Answer], int, Any]:
     """Answers of a fleet whose first worker to answer was killed then; its process; a copy of its first rows from before.
 
     At that time it had made three answers, of which the driver had used one; it uses the others long after the death."""
-    answers = fleet.generate(REQUESTS, ray_rollouts.put_weights(model), version=1)
+    answers = fleet.generate(REQUESTS, put_weights(model), version=1)
     first = next(answers)
     rows = first.result.routed_experts.copy()
     time.sleep(0.5)
@@ -156,11 +156,11 @@ def test_other_rows_are_refused(
 ) -> None:
     answer = served[0][0]
     request = next(r for r in REQUESTS if r.request_id == answer.result.request_id)
-    ray_rollouts.check(answer, request, dataclasses.replace(fleet.expected, weights=1))
+    check(answer, request, dataclasses.replace(fleet.expected, weights=1))
     with pytest.raises(error, match=says):
-        ray_rollouts.check(alter(answer), request, dataclasses.replace(fleet.expected, weights=version))
+        check(alter(answer), request, dataclasses.replace(fleet.expected, weights=version))
     with pytest.raises(r3_pass.RefusedConfiguration, match="given before"):
-        ray_rollouts.check(answer, None, dataclasses.replace(fleet.expected, weights=1))
+        check(answer, None, dataclasses.replace(fleet.expected, weights=1))
 
 
 def test_a_fleet_goes_on_after_a_refusal(
@@ -168,7 +168,7 @@ def test_a_fleet_goes_on_after_a_refusal(
 ) -> None:
     """With the same ids, and other weights: what the workers were at is nobody's answer."""
     model = type(model)(model.config).to(model.dtype).requires_grad_(False).eval()
-    weights = ray_rollouts.put_weights(model)
+    weights = put_weights(model)
     layers = fleet.expected.layers
     with monkeypatch.context() as patch:
         patch.setattr(fleet, "expected", dataclasses.replace(fleet.expected, layers=(0, 1)))

@@ -160,7 +160,7 @@ HAND_OFTEN = [
 ]
 MASKED = {"padded_gate_masked": 8}  # experts past these have a score of -inf
 REFUSED = {
-    "hierarchical": "",
+    "hierarchical": "mixes them with other integers",
     "exploring": "an expert twice",  # it draws the same expert twice
     "single_neuron_experts": "only pairs of the best half keys are scored",
     "one_choice_for_two_layers": "choose experts of layers.0, layers.1",

@@ -18,7 +18,7 @@ from r3_pass import BufferLayoutError, RefusedConfiguration
 from r3_pass.description import Description
 from r3_pass.routes_file import _checksum, load_routes, save_routes
 
-safetensors_numpy = pytest.importorskip("safetensors.numpy")
+safetensors_numpy = pytest.importorskip("safetensors.numpy", reason="needs r3_pass[safetensors]")
 
 DESCRIPTION = Description("M", "ff", None, 5, 3, (1, 2, 4), (3, 2, 3), (8, 8, None), "int16", "0.1.0")
 

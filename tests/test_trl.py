@@ -12,7 +12,7 @@ from torch import Tensor
 import r3_pass
 from r3_pass.oracle import forced
 
-pytest.importorskip("trl", reason="needs r3_pass[trl]")
+pytest.importorskip("trl", reason="needs r3_pass[trl]: make test-extras")
 
 import trl_grpo
 from transformers import Qwen3MoeForCausalLM

@@ -78,7 +78,7 @@ def test_printed_saved_and_drawn(tmp_path: Path) -> None:
     agreed = verify.agreement(torch.tensor([[[0, 1]]]), torch.tensor([[[1, 0]]]))
     assert json.loads(verify.save(agreed, tmp_path / "layers.json").read_text())[0]["equal_sets"] == 1.0
     assert verify.table(agreed).splitlines()[1].split() == ["0", "1", "1.0000", "1.0000", "1.0000"]
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="needs r3_pass[plots]")
     assert verify.draw(runs, tmp_path / "plot.png", layers={"on": agreed}).stat().st_size > 5000
 
 

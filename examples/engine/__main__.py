@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import copy
 import os
-import re
 import sys
 import tempfile
 import warnings
@@ -24,44 +23,17 @@ from typing import Any
 if __package__ != "engine":  # started as a folder, which Python then searches for modules: its parent has the package
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 import transformers
-from torch import Tensor, nn
+from torch import nn
 
 import r3_pass
 from engine import Engine, ReferenceAdapter, Result
 from engine.parallel import load
+from engine.proof import Eager, load_whole
 
-HEADS = [
-    "You are a careful assistant. Answer in one short sentence, and say so where you are not sure.\n",
-    "Translate into plain English:\n",
-    "def fibonacci(n):\n    ",
-]
-TAILS = [
-    "Why is the sky blue?",
-    "Why is the sky red at dusk?",
-    "What does a compiler pass do?",
-    "return n if n < 2 else",
-]
 NUM_DRAFTS = 3
-
-
-def tiny() -> nn.Module:
-    """A Qwen3-MoE with random weights, the first of its layers dense; a token is a byte."""
-    torch.manual_seed(0)
-    config: Any = transformers.Qwen3MoeConfig(
-        vocab_size=256, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-        intermediate_size=64, moe_intermediate_size=16, num_experts=16, num_experts_per_tok=4, mlp_only_layers=[0],
-    )  # fmt: skip
-    config._experts_implementation = "batched_mm"
-    model: nn.Module = transformers.Qwen3MoeForCausalLM(config)
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            parameter.requires_grad_(False).normal_(0, 0.5)
-    return model.double()
 
 
 def nearly(model: nn.Module) -> nn.Module:
@@ -71,38 +43,6 @@ def nearly(model: nn.Module) -> nn.Module:
     head = drafter.get_output_embeddings().weight
     head.requires_grad_(False).add_(torch.randn_like(head) * head.std() * 0.1)
     return drafter  # type: ignore[no-any-return]
-
-
-class Eager:
-    """What the routers of a model return in one prefill."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.ids: dict[int, Tensor] = {}
-        for path, module in model.named_modules():
-            layer = re.search(r"\.(\d+)\.", path)
-            if layer and re.search(r"(Router|Gate|Gating)$", type(module).__name__):
-                module.register_forward_hook(lambda _, __, out, layer=int(layer[1]): self._keep(layer, out))
-
-    def _keep(self, layer: int, output: Any) -> None:
-        leaves = output if isinstance(output, tuple) else (output,)
-        self.ids.update((layer, t.flatten(0, -2)) for t in leaves if isinstance(t, Tensor) and t.dtype == torch.int64)
-
-    def equal(self, result: Result, layers: tuple[int, ...]) -> int:
-        """How many of a request's rows are those of the eager model. Every recorded layer has to show its router's ids."""
-        tokens = torch.tensor([result.prompt_token_ids + result.token_ids], device=next(self.model.parameters()).device)
-        self.ids.clear()
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            self.model(tokens, use_cache=False)
-        rows: npt.NDArray[np.int16] = result.routed_experts
-        if sorted(self.ids) != list(layers) or len(rows) != tokens.shape[1] - 1:
-            raise SystemExit(
-                f"{len(rows)} rows of layers {layers}; the eager routers of layers {sorted(self.ids)} ran."
-            )
-        right = np.ones(len(rows), bool)
-        for layer, ids in self.ids.items():
-            right &= (rows[:, layer, : ids.shape[1]] == ids[:-1].cpu().numpy()).all(-1)
-        return int(right.sum())
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -126,14 +66,7 @@ def main(arguments: list[str] | None = None) -> None:
     if not given.model:
         torch.set_num_threads(1)  # its products are too small to be shared among threads
 
-    texts = [head + tail for tail in TAILS for head in HEADS]
-    if given.model:
-        model = transformers.AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(given.model)
-        prompts = [tokenizer(text)["input_ids"] for text in texts]
-    else:
-        model, prompts = tiny(), [list(text.encode()) for text in texts]
-    model.requires_grad_(False).eval().to(given.device)
+    model, prompts = load_whole(given.model, given.device)
     eager = Eager(copy.deepcopy(model))
     drafter = nearly(model)
     if ranks:

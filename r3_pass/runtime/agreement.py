@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,9 @@ from r3_pass.errors import R3Error, RefusedConfiguration
 from r3_pass.runtime.refusals import Deployment
 
 Rows = npt.NDArray[np.int16]
+
+WAIT = datetime.timedelta(minutes=5)
+"""How long the ranks of a gloo group wait for one another; they come from one forward, whose collectives they left together."""
 
 
 def check_group(deployment: Deployment, group: Any) -> None:
@@ -38,8 +42,15 @@ def agree(mine: Rows | R3Error, group: Any) -> Rows:
     Args: mine: int16 [T, num_layers, top_k] of the same batch, or why there are none.
 
     Returns: the rows, if all have the same.
-    Raises: RefusedConfiguration that names ranks, layer and token of the first difference, or the rank that recorded nothing.
+    Raises: RefusedConfiguration that names ranks, layer and token of the first difference, or the rank that recorded nothing; in a
+        gloo group also a rank that does not come (other backends wait as long as the group's own timeout says).
     """
+    try:
+        _all_here(group)
+    except RefusedConfiguration:
+        if isinstance(mine, R3Error):
+            raise mine from None
+        raise
     told: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(
         told, mine if not isinstance(mine, R3Error) else f"{type(mine).__name__}: {mine}", group=group
@@ -48,6 +59,18 @@ def agree(mine: Rows | R3Error, group: Any) -> Rows:
         raise mine
     compare_ranks(told)
     return mine
+
+
+def _all_here(group: Any) -> None:
+    if dist.get_backend(group) != dist.Backend.GLOO:
+        return
+    try:
+        dist.monitored_barrier(group, timeout=WAIT, wait_all_ranks=True)
+    except RuntimeError as error:
+        raise RefusedConfiguration(
+            f"self_test: not every tensor-parallel rank came to the start-up comparison within {WAIT.total_seconds():.0f} s: "
+            f"{error}. A rank that is missing died, hangs, or did not call self_test, which all ranks call together: see its log."
+        ) from error
 
 
 def compare_ranks(told: Sequence[Rows | str]) -> None:

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from r3_pass.backend import Backend
-from r3_pass.binding import goes_through
 from r3_pass.errors import NoRouterFound, RefusedConfiguration, UnsupportedEngine
+from r3_pass.places import goes_through
 from r3_pass.report import GraphRecord
 from r3_pass.runtime.coverage import Reasons
 from r3_pass.runtime.engines import ADAPTERS

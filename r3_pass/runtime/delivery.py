@@ -84,12 +84,20 @@ class Delivery:
             SequenceTable(RowLog((1, 1))).check(batch)
 
     def send(
-        self, buffer: SlotBuffer, slots: Tensor, batch: SegmentBatch, gone: set[Hashable], state: Tensor, writes: int
+        self,
+        buffer: SlotBuffer,
+        slots: Tensor,
+        checked: bool,
+        batch: SegmentBatch,
+        gone: set[Hashable],
+        state: Tensor,
+        writes: int,
     ) -> None:
         """Queue the copy of a step's rows, and of what the device says of the step.
 
         Args:
-            slots: of the tokens of the batch, on the device.
+            slots: int64 of the tokens of the batch, on the device.
+            checked: whether the host has seen that all of them are slots of the buffer.
             gone: requests that were finished or aborted while the step ran: their rows attach to nothing.
             state: see `passes.ops.record`.
             writes: how often each layer must have been written.
@@ -98,7 +106,7 @@ class Delivery:
         """
         self._steps += 1
         try:
-            first, pending = self._queue(buffer, slots, batch, gone, state)
+            first, pending = self._queue(buffer, slots, checked, batch, gone, state)
         except _OUT_OF_MEMORY as error:
             raise self._no_memory(batch, error) from error
         self.arrivals.add_step(Arrival(pending, first, self._steps, writes))
@@ -150,14 +158,15 @@ class Delivery:
         return first
 
     def _queue(
-        self, buffer: SlotBuffer, slots: Tensor, batch: SegmentBatch, gone: set[Hashable], state: Tensor
+        self, buffer: SlotBuffer, slots: Tensor, checked: bool, batch: SegmentBatch, gone: set[Hashable], state: Tensor
     ) -> tuple[int, Pending]:
         assert self.table is not None
         if not batch.num_tokens:
             return self.table.rows.reserve(0), self.exporter.submit(buffer.data[:0], state)
         first = self._extend(batch, gone)
         try:
-            return first, self.exporter.submit(buffer.gather(slots), state)
+            rows = buffer.snapshot(slots) if checked else buffer.gather(slots)
+            return first, self.exporter.submit(rows, state)
         except BaseException:
             self._fill_void(first, batch.num_tokens)
             raise

@@ -10,10 +10,11 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from r3_pass.binding import Binding, Place
+from r3_pass.binding import Binding
 from r3_pass.errors import R3Error, RefusedConfiguration
 from r3_pass.passes.ops import record
 from r3_pass.passes.site import Accepted
+from r3_pass.places import Place
 
 FORM = "router_hook"
 

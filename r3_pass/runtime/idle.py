@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from r3_pass.binding import owner_of
 from r3_pass.errors import RefusedConfiguration
+from r3_pass.marks import owner_of
 from r3_pass.runtime.agreement import check_group
 from r3_pass.runtime.engines.base import EngineAdapter
 from r3_pass.runtime.plan import plan

@@ -64,25 +64,26 @@ class SlotMapping:
         host = given.astype(np.int64)
         if not host.size:
             return host
-        real = host[:segment_tokens] if segment_tokens else host[host >= 0]
-        low, high = int(host.min()), int(host.max())
-        if low < -1 or high >= num_slots:
-            wrong = low if low < -1 else high
+        ordered = np.sort(host)
+        if ordered[0] < -1 or ordered[-1] >= num_slots:
+            wrong = int(ordered[0] if ordered[0] < -1 else ordered[-1])
             raise BufferLayoutError(
                 f"slot {wrong} of token {int(np.flatnonzero(host == wrong)[0])} is out of range; expected 0 to "
                 f"{num_slots - 1}, or -1 for "
                 "padding. Attach or wake the session with the engine's own number of slots."
             )
-        ordered = np.sort(real)
-        if segment_tokens and (ordered[0] < 0 or (host[segment_tokens:] >= 0).any()):
+        padding = int(np.searchsorted(ordered, 0)) if ordered[0] < 0 else 0
+        behind = len(host) - segment_tokens
+        if segment_tokens and (padding != behind or (behind and (host[segment_tokens:] >= 0).any())):
             raise BufferLayoutError(
                 f"the segments cover the first {segment_tokens} tokens of the mapping, so these need a slot and the "
-                f"{len(host) - segment_tokens} behind them must be -1. Lay the segments one after the other from index 0."
+                f"{behind} behind them must be -1. Lay the segments one after the other from index 0."
             )
-        twice = np.flatnonzero(ordered[1:] == ordered[:-1])
-        if twice.size:
+        given_out = ordered[padding:]
+        twice = given_out[1:] == given_out[:-1]
+        if twice.any():
             raise BufferLayoutError(
-                f"slot {int(ordered[twice[0]])} stands twice in one step's mapping: two tokens cannot share a KV slot. "
+                f"slot {given_out[int(twice.argmax())]} stands twice in one step's mapping: two tokens cannot share a KV slot. "
                 "Use -1 for padding."
             )
         return host

@@ -103,6 +103,7 @@ class SequenceTable:
         self._free_pages: list[int] = []
         self._resolved_ids: tuple[Hashable, ...] | None = None  # last question to _resolve, None when out of date
         self._resolved = np.zeros(0, dtype=np.int64)
+        self._matched: tuple[SegmentBatch, Numbers, bool] | None = None  # last answer of _match, None when out of date
 
     @property
     def host_bytes(self) -> int:
@@ -161,6 +162,7 @@ class SequenceTable:
         """
         indices, continues = self._match(batch)
         first = self.rows.reserve(batch.num_tokens)
+        self._matched = None
         if np.minimum.reduce(indices, initial=_NOBODY + 1) == _NOBODY:
             self._register(batch.request_ids)
             indices = self._resolve(batch.request_ids)
@@ -250,7 +252,7 @@ class SequenceTable:
         self._end[index] = self._kept[index] = self._capacity[index] = 0
         self._free_indices.append(index)
         del self._index[request_id]
-        self._resolved_ids = None
+        self._resolved_ids = self._matched = None
         self._shrink()
 
     def clear(self) -> None:
@@ -271,6 +273,7 @@ class SequenceTable:
         self.rows.free(self._pointers[where])
         self._pointers[where] = _NONE
         self._end[index] = end
+        self._matched = None
 
     def _hand_over(
         self,
@@ -298,10 +301,16 @@ class SequenceTable:
         return self._resolved
 
     def _match(self, batch: SegmentBatch) -> tuple[Numbers, bool]:
-        """The index of each request, and whether every segment starts at its request's end. Raises as `check`."""
+        """The index of each request, and whether every segment starts at its request's end. Raises as `check`.
+
+        A step asks when it begins and, as a rule with nothing changed since, when it ends.
+        """
+        if self._matched is not None and self._matched[0] is batch:
+            return self._matched[1:]
         indices = self._resolve(batch.request_ids)
         ends = self._end[indices]
         if (batch.starts == ends).all():
+            self._matched = batch, indices, True
             return indices, True
         gaps = np.flatnonzero(batch.starts > ends)
         if len(gaps):
@@ -311,6 +320,7 @@ class SequenceTable:
                 f"{batch.starts[i]}. Report what a prefix cache skipped with prefix_hit(request_id, start, slots) "
                 "before the step."
             )
+        self._matched = batch, indices, False
         return indices, False
 
     def _where(self, owners: Numbers, positions: Numbers) -> Numbers:
@@ -408,10 +418,13 @@ class SequenceTable:
         assert sorted(pages) == list(range(len(self._pointers) // _PAGE))
         assert (np.concatenate(past_end) == _NONE).all()
         assert self.rows.are_alive(np.concatenate([np.zeros(0, dtype=np.int64), *numbers]))
-        if self._resolved_ids is not None:
-            assert self._resolved.tolist() == [
-                self._index.get(request_id, _NOBODY) for request_id in self._resolved_ids
-            ]
+        answers = [(self._resolved_ids, self._resolved)] if self._resolved_ids is not None else []
+        if self._matched is not None:
+            batch, found, continues = self._matched
+            answers.append((batch.request_ids, found))
+            assert continues == bool((batch.starts == self._end[found]).all())
+        for request_ids, found in answers:
+            assert found.tolist() == [self._index.get(request_id, _NOBODY) for request_id in request_ids]
 
 
 def _spread(indices: Numbers, starts: Numbers, lengths: Numbers) -> tuple[Numbers, Numbers]:

@@ -133,6 +133,10 @@ class SlotBuffer:
         rows = self.data.index_select(0, inside)
         return rows.masked_fill_((inside != wanted).view(-1, 1, 1), VOID)
 
+    def snapshot(self, slots: torch.Tensor) -> torch.Tensor:
+        """As `gather`, of slots int64[n] on the buffer's device that are known to be those of rows."""
+        return self.data.index_select(0, slots)
+
     def void(self, slots: Slots) -> None:
         """Rows of `slots` become -1."""
         self.data.index_fill_(0, self._targets(slots), VOID)

@@ -32,15 +32,17 @@ class Step:
     Attributes:
         gone: requests that were finished or aborted while the step is open.
         staged: where the record kernel writes the step's rows to the host, if it does.
+        checked: whether the host has seen every slot, not only the device.
     """
 
-    __slots__ = ("_steps", "_tracing", "batch", "gone", "slots", "staged")
+    __slots__ = ("_steps", "_tracing", "batch", "checked", "gone", "slots", "staged")
 
     def __init__(self, steps: Steps, slots: Slots, batch: SegmentBatch) -> None:
         self.slots = slots
         self.batch = batch
         self.gone: set[Hashable] = set()
         self.staged: Staged | None = None
+        self.checked = False
         self._steps = steps
         self._tracing: contextlib.AbstractContextManager[Any] | None = None
 
@@ -137,6 +139,7 @@ class Steps:
         """Queue the slot mapping, and with it where the rows go on the host if the kernel can write them there."""
         store = self._store
         assert store.mapping is not None
+        step.checked = not isinstance(slots, Tensor)
         if isinstance(slots, Tensor):
             store.mapping.put(slots)
             store.flag_duplicates(slots)
@@ -185,7 +188,7 @@ class Steps:
                 self._delivery.send_staged(step.staged, step.batch, step.gone, writes)
                 return
             slots = store.mapping.slots(step.batch.num_tokens)
-            self._delivery.send(store.buffer, slots, step.batch, step.gone, binding.state, writes)
+            self._delivery.send(store.buffer, slots, step.checked, step.batch, step.gone, binding.state, writes)
         except MissingRoutes:
             store.void(tokens)  # what the device says of the step is lost with the copy: its rows are not proved
             raise
@@ -197,11 +200,13 @@ class Steps:
             self._delivery.arrivals.raise_failure()
 
     def _give_up(self, step: Step, tokens: int | None) -> None:
-        """After a step that failed: slots of which only some layers were written are void, and the next step starts afresh."""
+        """After a step that failed: slots that were not seen to be written whole are void, and the next step starts afresh.
+
+        So are those of which nothing was written: the forward may have gone another way, and left their KV behind.
+        """
         binding = self._store.binding
         complete = bool(binding.calls) and all(binding.calls) and not binding.problems and not binding.refused
-        complete = complete and not binding.paused
-        if (binding.captured or any(binding.calls) or binding.paused > 0) and not complete:
+        if binding.paused or not complete:
             self._store.void(tokens)
         if step.staged is not None:
             self._delivery.give_up(step.staged)

@@ -142,12 +142,12 @@ def measure(bench: Bench, inner: str) -> None:
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--inner", nargs="+", choices=["aot_eager", "inductor"], default=["aot_eager", "inductor"])
-    parser.add_argument("--layers", type=int, help="by default 24 with aot_eager, 2 with Inductor")
+    parser.add_argument("--layers", type=int, help="by default 8 with aot_eager, 2 with Inductor")
     parser.add_argument("--model-type", default="qwen3_moe")
     given = parser.parse_args()
     if given.tiny:
         given.inner, given.layers = ["aot_eager"], 2
-    given.layers = {"aot_eager": given.layers or 24, "inductor": given.layers or 2}
+    given.layers = {"aot_eager": given.layers or 8, "inductor": given.layers or 2}
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     bench = Bench(given)

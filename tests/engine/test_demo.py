@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from engine import __main__ as demo
+from engine import proof
 
 FOLDER = Path(__file__).parents[2] / "examples" / "engine"
 
@@ -35,7 +36,7 @@ def test_wrong_rows_end_in_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         return results
 
     monkeypatch.setattr(demo.Engine, "generate", altered)
-    monkeypatch.setattr(demo, "TAILS", demo.TAILS[:2])
+    monkeypatch.setattr(proof, "TAILS", proof.TAILS[:2])
     with pytest.raises(SystemExit, match="2 rows differ"):
         demo.main(["--device", "cpu", "--inner", "eager", "--new-tokens", "4"])
 

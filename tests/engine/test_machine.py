@@ -4,7 +4,7 @@ Hypothesis drives the reference engine with arrivals that share prefixes, steps,
 rejected, aborts, moved blocks, new weights, sleep and wake. A model of a dozen lines tracks which weights made which row.
 Histories that ever failed stay in `failed/`, and are tried first.
 
-More of them: `R3_EXAMPLES=20000 pytest tests/engine/test_machine.py`.
+More of them: `make machine`.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from engine import Engine, ReferenceAdapter, Result
 from engine.parallel import load
+from processes import on_ranks
 from ranks import prompts
 from reference import Truth, nearly
 
@@ -25,6 +26,7 @@ from r3_pass.runtime import IdleSession
 GPUS = [pytest.mark.cuda, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 CASES = ("prefix hit", "concurrent", "chunked prefill", "1 draft", "3 drafts")
 SPLITS = {"tensor parallel": CASES, "expert parallel": CASES[:3]}
+"""Drafts are verified by the same graph, however the experts are split."""
 
 
 def marks(split: str, device: str) -> list[Any]:
@@ -117,18 +119,16 @@ def served(request: Any, tmp_path_factory: Any) -> tuple[list[dict[str, Any]], T
     model = ranks.tiny()
     path = tmp_path_factory.mktemp("model")
     copy.deepcopy(model).save_pretrained(path)
-    return ranks.run(serve, str(path), split, device, device=device), Truth(model), split
+    return on_ranks(ranks.WORLD, serve, str(path), split, device, device=device), Truth(model), split
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_rows_are_those_of_a_prefill_on_one_process(served: Any, case: str) -> None:
+def test_rows_are_those_of_a_prefill_on_one_process(served: Any) -> None:
     (first, second), truth, split = served
-    if case not in SPLITS[split]:
-        pytest.skip("drafts are verified by the same graph, however the experts are split")
-    for tokens, rows, error, reason in first[case]:
-        assert error is None and reason == "length"
-        assert rows.dtype == np.int16 and np.array_equal(rows, truth.rows(tuple(tokens))[:-1])
-    assert [tokens for tokens, *_ in second[case]] == [tokens for tokens, *_ in first[case]]
+    for case in SPLITS[split]:
+        for tokens, rows, error, reason in first[case]:
+            assert error is None and reason == "length", case
+            assert rows.dtype == np.int16 and np.array_equal(rows, truth.rows(tuple(tokens))[:-1]), case
+        assert [tokens for tokens, *_ in second[case]] == [tokens for tokens, *_ in first[case]], case
     assert first["hits"] >= 2 and first["preempted"]
     assert all(min(first[f"accepted, {name}"]) > 0 for name in SPLITS[split][3:])
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import r3_pass
 from r3_pass.oracle import forced
-from r3_pass.replay import layers_of
+from r3_pass.replays import layers_of
 
 S, E, RANKS = 7, 8, 2
 """Tokens of a sequence; experts; ranks, of two sequences each."""

@@ -22,9 +22,9 @@ SLOTS = 64
 class Loop:
     """An engine in a few lines: it forwards tokens of requests, each at a slot."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, backend: Any = None, **options: Any) -> None:
         self.model = decoder(config={"num_experts_per_tok": 2, "num_hidden_layers": 3}, **options)
-        self.backend = r3_pass.backend("eager")
+        self.backend = backend or r3_pass.backend("eager")
         self.compiled = torch.compile(self.model, backend=self.backend, dynamic=True)
         self.session: Session = r3_pass.runtime.attach(self.compiled, num_slots=SLOTS)
 

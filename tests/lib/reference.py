@@ -19,28 +19,26 @@ VOCAB, LAYERS, TOP_K, EXPERTS = 12, 2, 2, 4
 Rows = npt.NDArray[np.int16]
 
 
-def tiny(seed: int) -> nn.Module:
-    """A Qwen3-MoE of two layers, the first of them dense, in float64."""
+def tiny(seed: int = 0, std: float = 0.6, **sizes: Any) -> nn.Module:
+    """A Qwen3-MoE of two layers, the first of them dense, in float64.
+
+    Args:
+        std: of its random weights.
+        sizes: what of its config is otherwise.
+    """
     torch.manual_seed(seed)
-    config: Any = transformers.Qwen3MoeConfig(
-        vocab_size=VOCAB,
-        hidden_size=8,
-        intermediate_size=8,
-        moe_intermediate_size=4,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=4,
-        num_experts=EXPERTS,
-        num_experts_per_tok=TOP_K,
-        mlp_only_layers=[0],
-    )
+    usual: dict[str, Any] = {
+        "vocab_size": VOCAB, "hidden_size": 8, "intermediate_size": 8, "moe_intermediate_size": 4, "num_hidden_layers": LAYERS,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "num_experts": EXPERTS,
+        "num_experts_per_tok": TOP_K, "mlp_only_layers": [0],
+    }  # fmt: skip
+    config: Any = transformers.Qwen3MoeConfig(**usual | sizes)
     config._experts_implementation = "batched_mm"
     model: nn.Module = transformers.Qwen3MoeForCausalLM(config).double().eval()
     for parameter in model.parameters():
         parameter.requires_grad_(False)
         if parameter.dim() > 1:
-            parameter.normal_(0, 0.6)
+            parameter.normal_(0, std)
     return model
 
 

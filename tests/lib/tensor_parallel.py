@@ -10,29 +10,24 @@ from typing import Any
 import torch
 import transformers
 from engine.parallel import load
+from reference import TOP_K, tiny
 from torch import Tensor, nn
 
 import r3_pass
 from r3_pass.oracle import forced
 
-VOCAB, LAYERS, EXPERTS, TOP_K = 32, 3, 8, 2
+VOCAB, LAYERS, EXPERTS = 32, 3, 8
 Step = tuple[Tensor, dict[str, Tensor]]
 """A loss and all gradients."""
 
 
 def save(path: str) -> None:
     """A model whose first layer is dense, in float32."""
-    torch.manual_seed(0)
-    config: Any = transformers.Qwen3MoeConfig(
-        vocab_size=VOCAB, hidden_size=16, intermediate_size=16, moe_intermediate_size=8, num_hidden_layers=LAYERS,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=4, num_experts=EXPERTS, num_experts_per_tok=TOP_K,
-        norm_topk_prob=True, mlp_only_layers=[0],
+    model: Any = tiny(
+        std=0.3, vocab_size=VOCAB, hidden_size=16, intermediate_size=16, moe_intermediate_size=8, num_hidden_layers=LAYERS,
+        num_attention_heads=4, num_key_value_heads=2, num_experts=EXPERTS, norm_topk_prob=True,
     )  # fmt: skip
-    model: Any = transformers.Qwen3MoeForCausalLM(config)
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            parameter.data.normal_(0, 0.3)
-    model.save_pretrained(path)
+    model.float().save_pretrained(path)
 
 
 def batch() -> tuple[Tensor, Tensor]:

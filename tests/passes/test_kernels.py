@@ -5,39 +5,22 @@ The interpreter must be chosen before Triton is imported, so the cases run in a 
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from interpreter import inside, outside, run_in_the_interpreter
 
 from r3_pass.passes.ops import HEADER, STATE_CALLS, record_reference, rows_offset
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs inside test_in_the_interpreter")
 
 S, M = 20, 3
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
+@outside
 def test_in_the_interpreter() -> None:
     """All other tests of this file; they are skipped outside of it."""
-    pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(Path(__file__))]
-    done = subprocess.run(
-        command,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " passed" in done.stdout
+    run_in_the_interpreter(__file__)
 
 
 def both(
@@ -72,7 +55,7 @@ def random_ids(tokens: int, k: int = 2, dtype: torch.dtype = torch.int64) -> tor
     return torch.randint(200, (tokens, k), dtype=dtype)
 
 
-@interpreted
+@inside
 @pytest.mark.parametrize("tokens", [1, 2, 5, 16, 17, 20])
 @pytest.mark.parametrize("top_k", [1, 2, 3, 8])
 def test_sizes(tokens: int, top_k: int) -> None:
@@ -81,7 +64,7 @@ def test_sizes(tokens: int, top_k: int) -> None:
     both(slots, [random_ids(tokens, top_k) for _ in range(M)], [2, 0, 1], top_k)
 
 
-@interpreted
+@inside
 def test_more_tokens_than_a_block() -> None:
     """Several programs for one site: the call is counted once, the fault flagged once."""
     slots = [-1] * 50 + list(range(15)) + [-1]
@@ -89,14 +72,14 @@ def test_more_tokens_than_a_block() -> None:
     assert state.tolist() == [0, 1, 1, 1]
 
 
-@interpreted
+@inside
 def test_padding() -> None:
     """Padding lands in the spare row, every other row stays."""
     buffer, _ = both([3, -1, 5, -1], [random_ids(4)] * M, [0, 1, 2])
     assert (buffer[[0, 1, 2, 4]] == 77).all()
 
 
-@interpreted
+@inside
 @pytest.mark.parametrize("expected", [-1, 0, 3, 5])
 def test_another_number_of_tokens(expected: int) -> None:
     """Nothing is written; -1 is no fault but a graph that is replayed outside of a step."""
@@ -104,7 +87,7 @@ def test_another_number_of_tokens(expected: int) -> None:
     assert (buffer[:S] == 77).all() and bool(state[0]) is (expected >= 0)
 
 
-@interpreted
+@inside
 @pytest.mark.parametrize("columns", [[0, 1, 2], [-1, 0, 1], [-1, -1, 2]])
 def test_wrong_slots(columns: list[int]) -> None:
     """Flagged also where the first site is one that is not stored."""
@@ -112,7 +95,7 @@ def test_wrong_slots(columns: list[int]) -> None:
     assert state[0] == 2
 
 
-@interpreted
+@inside
 @pytest.mark.parametrize("num_rows", [0, 3, 5])
 def test_rows_for_the_host(num_rows: int) -> None:
     """State and the first rows land where the header says, in no case behind them; the state of the device stays."""
@@ -138,20 +121,20 @@ def test_rows_for_the_host(num_rows: int) -> None:
     assert host[:4].view(np.int32).tolist() == [2] and not state.any()
 
 
-@interpreted
+@inside
 def test_sites_that_are_not_stored() -> None:
     """Column -1 would be the last layer of the slot before."""
     buffer, state = both([4, 5, 6, 7], [random_ids(4)] * M, [-1, 1, -1])
     assert (buffer[:S, [0, 2]] == 77).all() and state.tolist() == [0, 0, 1, 0]
 
 
-@interpreted
+@inside
 def test_narrower_layers() -> None:
     """Each site has its own k, all in one launch."""
     both([4, 5, 6, 7], [random_ids(4, 1), random_ids(4, 3), random_ids(4, 2)], [0, 1, 2], top_k=3)
 
 
-@interpreted
+@inside
 @pytest.mark.parametrize(
     "dtypes",
     [
@@ -167,14 +150,14 @@ def test_dtypes(dtypes: list[torch.dtype]) -> None:
     both([4, 5, 6, 7], [random_ids(4, dtype=d) for d in dtypes], [0, 1, 2])
 
 
-@interpreted
+@inside
 def test_strided_ids() -> None:
     """Rows of k + 1, columns in front, every second row: strides of both dimensions."""
     wide = random_ids(8, 3)
     both([4, 5, 6, 7], [wide[:4, :2], random_ids(4, 2).t().contiguous().t(), wide[::2, 1:]], [0, 1, 2])
 
 
-@interpreted
+@inside
 def test_addresses_that_come_again() -> None:
     """Tables are kept by the addresses of the ids: new ids at the old place, and old ids in another order, must both be read."""
     from r3_pass.passes import kernels
@@ -191,7 +174,7 @@ def test_addresses_that_come_again() -> None:
         assert torch.equal(ours, theirs)
 
 
-@interpreted
+@inside
 def test_many_addresses() -> None:
     """More different tables than are kept: the oldest go, none is mixed up."""
     from r3_pass.passes import kernels
@@ -204,7 +187,7 @@ def test_many_addresses() -> None:
         assert torch.equal(buffer[:2, 0].long(), pool[start : start + 2])
 
 
-@interpreted
+@inside
 def test_no_tokens() -> None:
     """A launch over no program is an error on a GPU."""
     _, state = both([], [random_ids(0)] * M, [0, 1, 2])

@@ -7,20 +7,16 @@ test_cuda_router.py.
 from __future__ import annotations
 
 import dataclasses
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from fusable import FORMS, NEVER, Routes, Spec, check_routes
+from interpreter import INTERPRETED, outside, run_in_the_interpreter
 from torch import Tensor
 
 from r3_pass.passes.router import arguments, route_reference
 from r3_pass.registry.routing import Routing
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 INF, NAN = float("inf"), float("nan")
 SIZES = {
     (8, 1): (0, 1, 7, 64, 257),
@@ -49,21 +45,10 @@ CASES = [*((name, FLOAT32) for name in FORMS), *((name, BFLOAT16) for name in IN
 HERE: Routes = in_triton if INTERPRETED else in_pytorch
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
+@outside
 def test_in_the_interpreter() -> None:
     """All other tests of this file, with the kernel."""
-    pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(Path(__file__))]
-    done = subprocess.run(
-        command,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " passed" in done.stdout
+    run_in_the_interpreter(__file__)
 
 
 @pytest.mark.parametrize(("form", "dtype"), CASES, ids=str)
@@ -118,7 +103,7 @@ def test_layouts(form: str) -> None:
         assert torch.equal(rounded, expected[0].bfloat16())
 
 
-@pytest.mark.skipif(INTERPRETED, reason="about the operator, not the kernel")
+@outside
 def test_the_operator_is_what_compilers_expect() -> None:
     """Schema, fake implementation and real one agree, with symbolic sizes too."""
     for form in ("softmax_normalised", "sigmoid_bias_groups"):

@@ -9,13 +9,11 @@ from r3_pass.runtime import export
 from r3_pass.runtime.export import Exporter
 from r3_pass.runtime.slots import Geometry, SlotBuffer
 
-CUDA = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-
 # Cycles for which the device does nothing else: a good 20 ms.
 BUSY = 50_000_000
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=CUDA)])
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -143,7 +141,6 @@ def test_pool_reuses_blocks_and_never_shares_them(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 class TestOnCuda:
     def test_the_host_does_not_wait(self) -> None:
         exporter = Exporter("cuda")

@@ -77,6 +77,16 @@ def test_weights_do_not_change_in_a_step(loop: Loop) -> None:
     assert (loop.session.finish("a", 7) == loop.truth(prompt(4), prompt(2, 1))).all()
 
 
+def test_a_forward_that_went_another_way(loop: Loop) -> None:
+    """It wrote KV and no row: what the slots held is of the tokens before."""
+    loop.step(("a", 0, prompt(4, 1), range(4)))
+    with pytest.raises(r3_pass.NoRouterFound), torch.no_grad(), loop.session.step([2, 3], [Segment("a", 2, 2)]):
+        loop.model(prompt(2, 2))
+    assert (loop.session.read([2, 3]) == -1).all() and (loop.session.read([0, 1]) >= 0).any()
+    with pytest.raises(StaleRoutes):
+        loop.session.prefix_hit("b", 0, range(4))
+
+
 def test_an_abort_that_is_short_says_so(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
     tokens = prompt(5)
     loop.step(("a", 0, tokens, range(5)))

@@ -7,10 +7,7 @@ import torch
 from r3_pass.errors import BufferLayoutError
 from r3_pass.runtime.slots import Geometry, SlotBuffer
 
-CUDA = pytest.param(
-    "cuda",
-    marks=[pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
-)
+CUDA = pytest.param("cuda", marks=pytest.mark.cuda)
 
 
 @pytest.fixture(params=["cpu", CUDA])
@@ -166,7 +163,6 @@ def test_made_under_inference_mode_and_written_outside(device: str) -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 class TestOnCuda:
     @pytest.fixture
     def device(self) -> str:

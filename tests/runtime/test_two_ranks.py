@@ -5,6 +5,8 @@ DTensors: weights and scores of a router may be some; ids may not.
 
 from __future__ import annotations
 
+import datetime
+import re
 from typing import Any
 
 import numpy as np
@@ -13,14 +15,15 @@ import ranks
 import torch
 import torch.distributed as dist
 from decoder import D, Decoder, Moe, decoder, prompt, truth
+from processes import on_ranks
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_gather_tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import r3_pass
-from r3_pass import BufferLayoutError, RefusedConfiguration
-from r3_pass.runtime import Segment
+from r3_pass import BufferLayoutError, NoRouterFound, R3Error, RefusedConfiguration
+from r3_pass.runtime import Segment, agreement
 from r3_pass.runtime.engines import Deployment, EngineAdapter
 from r3_pass.runtime.refusals import check_deployment
 
@@ -138,13 +141,28 @@ def distributed(placement: Any, chooses_whole: bool) -> tuple[Any, Any]:
         return str(error), expected
 
 
+def alone() -> list[str]:
+    """What the first rank says where the second never comes to the start-up comparison."""
+    said = []
+    agreement.WAIT = datetime.timedelta(seconds=1)
+    rows = np.zeros((4, 2, 2), np.int16)
+    for mine in (rows, NoRouterFound("none ran")):
+        group = dist.new_group(backend="gloo")
+        if dist.get_rank() == 0:
+            try:
+                agreement.agree(mine, group)
+            except R3Error as error:
+                said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
 def everything() -> Any:
-    return replica(), gathered(), distributed(Shard(0), True), distributed(Replicate(), False)
+    return replica(), gathered(), distributed(Shard(0), True), distributed(Replicate(), False), alone()
 
 
 @pytest.fixture(scope="module")
 def seen() -> list[Any]:
-    return ranks.run(everything)
+    return on_ranks(ranks.WORLD, everything)
 
 
 def test_replicas_export_their_own_requests(seen: list[Any]) -> None:
@@ -166,10 +184,20 @@ def test_gathered_tokens_that_nobody_maps(seen: list[Any]) -> None:
 
 
 def test_a_router_weight_that_is_split_among_ranks(seen: list[Any]) -> None:
-    for _, _, (rows, expected), _ in seen:
+    for _, _, (rows, expected), *_ in seen:
         assert np.array_equal(rows, expected)
 
 
 def test_ids_that_are_a_dtensor(seen: list[Any]) -> None:
-    for *_, (error, _) in seen:
+    for *_, (error, _), _ in seen:
         assert "layers.1.mlp: its ids are a DTensor" in error and "Choose among plain scores" in error
+
+
+def test_a_rank_that_does_not_come_to_the_comparison(seen: list[Any]) -> None:
+    """It is named, after a bounded wait; what the rank itself has to say comes first."""
+    (*_, said), (*_, nothing) = seen
+    assert re.search(
+        r"^RefusedConfiguration: self_test: not every .* within 1 s: .*Ranks 1 failed .*which all ranks call together",
+        said[0],
+    )
+    assert said[1:] == ["NoRouterFound: none ran"] and nothing == []

@@ -15,7 +15,7 @@ import vllm_serving as serving
 from vllm import TokensPrompt
 
 import r3_pass
-from r3_pass.errors import MissingRoutes, RefusedConfiguration, StaleRoutes
+from r3_pass.errors import BufferLayoutError, MissingRoutes, PartialCapture, RefusedConfiguration, StaleRoutes
 from r3_pass.runtime.engines import vllm_routers
 
 
@@ -299,6 +299,48 @@ def test_a_worker_that_sends_no_rows(llm: Any, session: Any, monkeypatch: pytest
     with pytest.raises(MissingRoutes, match="no rows"):
         _generate(llm, serving.prompts()[:1])
     monkeypatch.undo()
+
+
+@pytest.mark.parametrize("fault", ["slots", "hook"])
+def test_a_step_that_cannot_be_recorded(llm: Any, truth: Any, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its requests have no rows, and are named as their callers know them; the core serves on. What was cached has none either."""
+    llm.reset_prefix_cache()
+    plain = _generate(llm, new=20)
+    llm.reset_prefix_cache()
+    session = r3_pass.runtime.attach(llm)
+    recorder = _worker(llm).r3_pass_recorder._recorder
+    mapping, batch, seen = recorder._mapping, recorder._batch, []
+
+    def two_in_one_slot(tokens: int, new: int) -> Any:
+        slots = mapping(tokens, new)
+        if len(seen) == 3:
+            slots[1] = slots[0]
+        return slots
+
+    def other_ids(hook: Any) -> Any:
+        return lambda ids: hook(ids[:, :1] if len(seen) == 3 else ids)
+
+    monkeypatch.setattr(recorder, "_batch", lambda: (seen.append(batch()), seen[-1])[1])
+    if fault == "slots":
+        monkeypatch.setattr(recorder, "_mapping", two_in_one_slot)
+    else:
+        router = next(m.router for m in _worker(llm).model_runner.get_model().modules() if hasattr(m, "router"))
+        monkeypatch.setattr(router, "capture_fn", other_ids(router.capture_fn))
+    with pytest.raises(BufferLayoutError if fault == "slots" else PartialCapture) as raised:
+        _generate(llm, new=20)
+    outputs = raised.value.outputs  # type: ignore[attr-defined]
+    assert _tokens(outputs) == _tokens(plain)
+    cost = {name.rpartition("-")[0] for name in seen[2].ids}
+    lost = [o for o in outputs if o.outputs[0].routed_experts is None]
+    assert cost and cost <= {o.request_id for o in lost} and len(lost) < len(outputs)
+    first = next(o.request_id for o in lost)
+    assert str(raised.value).startswith(f"request {first!r} has no routed_experts ({len(lost)} in all): ")
+    assert ("slot" if fault == "slots" else "hands over ids [") in str(raised.value)
+    truth.check([o for o in outputs if o not in lost])
+    monkeypatch.undo()
+    llm.reset_prefix_cache()
+    truth.check(_generate(llm, new=20))
+    session.detach()
 
 
 def test_two_engines_in_one_process(llm: Any, truth: Any, session: Any, start: Any) -> None:

@@ -43,7 +43,8 @@ What an adapter must get right, each of which some recorder got wrong before:
 4. **Forwards that are no step** (warm-up, dummy batches) run in a step whose mapping is all -1, so that a graph captured there
    is the graph that serves later; drafters run under `session.paused()`.
 5. **One request's trouble is one request's.** `StaleRoutes` or `MissingRoutes` from `prefix_hit` and `finish` fail that
-   request through the engine's own error channel; what `step` raises stops the engine, since no later row could be trusted.
+   request through the engine's own error channel. What `step` raises stops the engine, or costs the step's requests their rows:
+   then the forward still has to come to its end, and the row of every slot is made void (`assign`) before the next step.
 6. **What cannot be recorded is said, not tried**: `deployment` states how the engine runs (pipeline parallel, KV offload, ...),
    and `attach` refuses by it. On tensor-parallel ranks other than 0 the session is idle: the same adapter runs there, and
    `finish`, `abort` and `extract` return None. Ranks must stay in lockstep: a prefix hit that raises on rank 0 fails the request

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
@@ -24,34 +23,25 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from r3_pass import errors
 from r3_pass.backend import Backend
-from r3_pass.errors import NoRouterFound, PartialCapture, R3Error, RefusedConfiguration
+from r3_pass.errors import RefusedConfiguration
 from r3_pass.runtime.engines.base import EngineAdapter, WrapPoints
 from r3_pass.runtime.engines.vllm_compile import VllmBackend
-from r3_pass.runtime.engines.vllm_front import forget, keep_whole, lacks_rows, processor_of
+from r3_pass.runtime.engines.vllm_config import TESTED, check_config, check_version, deployment_of
+from r3_pass.runtime.engines.vllm_front import by_user_id, forget, keep_whole, lacks_rows, processor_of, raise_errors
+from r3_pass.runtime.engines.vllm_plugin import SWITCH, asked
 from r3_pass.runtime.engines.vllm_routers import Router, find_routers
 from r3_pass.runtime.engines.vllm_scheduler import RouteDelivery
 from r3_pass.runtime.engines.vllm_slots import BlockSlots, find_slots
+from r3_pass.runtime.engines.vllm_ways import find_ways
 from r3_pass.runtime.engines.vllm_worker import StepRecorder
 from r3_pass.runtime.refusals import Deployment
-
-TESTED = ("0.32.0",)
-"""Versions of vLLM that tests/vllm ran on."""
 
 BACKEND = f"{__name__}.backend"
 
 RECORDER = "r3_pass_recorder"
 """Attribute of a worker: the adapter that records it. DELIVERY, of a scheduler: its RouteDelivery."""
 DELIVERY = "r3_pass_delivery"
-
-_PROBE_TOKENS = 8
-_SWITCH = (
-    f'start vLLM with compilation_config={{"mode": 2, "backend": "{BACKEND}"}}, or with enforce_eager=True, so that the graph or '
-    "the engine's own hook shows the ids"
-)
-
-logger = logging.getLogger(__name__)
 
 
 def __getattr__(name: str) -> Any:
@@ -168,7 +158,7 @@ class VllmAdapter(EngineAdapter):
         assert self._recorder is not None, "refused by token_slots"
         self.session = session
         self._refuse_captured()
-        self._find_ways(session)
+        find_ways(session, self.runner, self.model, self._config.compilation_config.cudagraph_mode, self._hooked)
         self._recorder.install(session, self.wraps)
         self._watch_weights()
         if self._scheduler is not None:
@@ -211,7 +201,7 @@ class VllmAdapter(EngineAdapter):
     def _run_engine(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         outputs = run(*args, **kwargs)
         if self.delivery is not None:
-            errors = self.delivery.pop_errors()  # maybe also of requests that were stepped by hand before
+            errors = by_user_id(processor_of(self._front), self.delivery.pop_errors())
             if lacks_rows(outputs):
                 raise_errors(errors, outputs)
         return outputs
@@ -242,55 +232,23 @@ class VllmAdapter(EngineAdapter):
         if hasattr(self.worker, "wake_up"):
             self.wraps.wrap(self.worker, "wake_up", awake)
 
-    # ---- which way each layer takes -----------------------------------------------------------------------------
-    def _find_ways(self, session: Any) -> None:
-        """Run a dummy batch in a step: layers that no graph shows get the engine's hook; then all of them must be there.
-
-        Raises: RefusedConfiguration naming the layers that neither way reaches.
-        """
-        routers = find_routers(self.model)
-        try:
-            self._probe(session)
-            return
-        except (PartialCapture, NoRouterFound):
-            shown = session.written  # hooks for the others
-        reasons = {}
-        for router in (r for r in routers if r.layer not in shown):
-            why = router.why_not
-            if why:
-                reasons[router.layer] = why
-                continue
-            router.set(session.hook(router.layer, router.weight, router.module, router.num_experts, router.top_k))
-            self._hooked.append(router)
-        try:
-            self._probe(session)
-        except (PartialCapture, NoRouterFound) as error:
-            missing = [r for r in routers if r.layer not in session.written]
-            lines = "".join(f"\n  layer {r.layer} ({r.module}): {reasons.get(r.layer, _INLINED)}" for r in missing)
-            raise RefusedConfiguration(
-                f"{len(missing)} of {len(routers)} MoE layers of {type(self.model).__name__} can be recorded neither from a graph "
-                f"nor by the engine's hook:{lines}\nWhat to do: {_SWITCH}.\n{error}"
-            ) from error
-
-    def _probe(self, session: Any) -> None:
-        tokens = min(_PROBE_TOKENS, int(self.runner.max_num_tokens))
-        mode = self._config.compilation_config.cudagraph_mode
-        none = type(mode).NONE if mode is not None else None
-        with session.step(np.full(tokens, -1, np.int64)):
-            self.runner._dummy_run(tokens, cudagraph_runtime_mode=none, skip_eplb=True)
-
     def _refuse_captured(self) -> None:
         """CUDA graphs that were captured before lack the operator that records."""
         mode = self._config.compilation_config.cudagraph_mode
         if self.runner.device.type != "cpu" and self._captured and mode is not None and mode.name != "NONE":
+            why = (
+                f"{SWITCH} is set: they are those of the session that the plug-in made as the engine started, and detach() "
+                "ended it (or the variable was set later than that). Start a new engine, and leave its session attached"
+                if asked()
+                else f"Start a new engine with {SWITCH}=1 in the environment: the plug-in attaches before they are captured"
+            )
             raise RefusedConfiguration(
-                f"CUDA graphs were captured before attach (cudagraph_mode={mode.name}), and hold nothing that records. Set "
-                "R3_PASS_VLLM=1 in the environment before the engine starts: the plug-in attaches before they are captured."
+                f"CUDA graphs were captured before this attach (cudagraph_mode={mode.name}), and record nothing for it. "
+                f"{why}, or start it with enforce_eager=True, which captures none."
             )
 
 
 _UPDATES = ("update_weights", "finish_weight_update")
-_INLINED = "its router was compiled into a graph before, and not by r3_pass"
 
 
 def core_of(engine: Any) -> Any:
@@ -314,106 +272,6 @@ def worker_of(core: Any) -> Any:
             "before the engine starts: the plug-in records there."
         )
     return worker
-
-
-def check_version() -> None:
-    """Warn about a version of vLLM that was not tested; what it lacks is refused where it is looked for."""
-    version = importlib.import_module("vllm.version").__version__
-    if version.split("+")[0] not in TESTED:
-        logger.warning(
-            "r3_pass was tested with vLLM %s, this is %s: its internals move between versions. Check the rows (README, vLLM).",
-            ", ".join(TESTED), version,
-        )  # fmt: skip
-
-
-def deployment_of(config: Any) -> Deployment:
-    """What vLLM's configuration says of the deployment."""
-    parallel = config.parallel_config
-    return Deployment(
-        pipeline_parallel=parallel.pipeline_parallel_size,
-        context_parallel=max(parallel.prefill_context_parallel_size, parallel.decode_context_parallel_size),
-        tensor_parallel=parallel.tensor_parallel_size,
-        gathered_tokens=parallel.data_parallel_size > 1,
-        moves_kv=config.kv_transfer_config is not None,
-    )
-
-
-def check_config(config: Any) -> None:
-    """What the table of deployments does not name.
-
-    Raises: RefusedConfiguration with everything that cannot be recorded.
-    """
-    parallel, speculative = config.parallel_config, config.speculative_config
-    checks = (
-        (config.use_v2_model_runner, "Model Runner V2 has no forward to wrap", "Set VLLM_USE_V2_MODEL_RUNNER=0"),
-        (
-            config.aux_output_config.enabled,
-            "enable_return_routed_experts is on: the engine's own flag and r3_pass would both fill routed_experts",
-            "Switch one of them off",
-        ),
-        (
-            parallel.tensor_parallel_size > 1,
-            f"tensor_parallel_size={parallel.tensor_parallel_size} was not tested",
-            "Use 1",
-        ),
-        (parallel.use_ubatching, "microbatches (DBO) run a layer twice in one forward", "Switch them off"),
-        (
-            speculative is not None and speculative.method != "ngram",
-            f"speculative method {getattr(speculative, 'method', None)!r} was not tested",
-            "Use 'ngram', or none",
-        ),
-        (
-            speculative is not None and bool(config.scheduler_config.async_scheduling),
-            "with speculation and async scheduling the positions of a step are not known on the host",
-            "Set async_scheduling=False",
-        ),
-        (
-            config.cache_config.kv_sharing_fast_prefill,
-            "kv_sharing_fast_prefill runs some layers over a part of the tokens",
-            "Switch it off",
-        ),
-        (
-            config.model_config.runner_type != "generate",
-            f"the runner is {config.model_config.runner_type!r}",
-            "Generate",
-        ),
-        (
-            config.ec_transfer_config is not None,
-            "encoder outputs come from another instance",
-            "Serve from one instance",
-        ),
-    )
-    found = "".join(f"\n  {what}. {instead}." for applies, what, instead in checks if applies)
-    if found:
-        raise RefusedConfiguration(f"vLLM cannot be recorded as it is configured:{found}")
-
-
-def raise_errors(found: dict[str, str], outputs: list[Any]) -> None:
-    """Raise the first of the errors that kept rows from these outputs, by its own class. Others were logged.
-
-    Raises: R3Error with all outputs, tokens included, as its attribute `outputs`.
-    """
-    asked = {str(output.request_id) for output in outputs}
-    found = {request_id: text for request_id, text in found.items() if asked & _asked_as(request_id)}
-    if not found:
-        return
-    request_id, text = next(iter(found.items()))
-    name, _, message = text.partition(": ")
-    error = error_of(name, f"request {request_id!r} has no routed_experts ({len(found)} in all): {message}")
-    error.__dict__["outputs"] = outputs
-    raise error
-
-
-def _asked_as(request_id: str) -> set[str]:
-    """The ids under which a caller may know a request of the core: it is ID-RANDOM there, NUMBER_ID-RANDOM of several sequences."""
-    asked = request_id.rpartition("-")[0] or request_id
-    return {request_id, asked, asked.partition("_")[2]}
-
-
-def error_of(name: str, message: str) -> R3Error:
-    """An error of the family by its class's name, as it came from another process."""
-    made: R3Error = getattr(errors, name, R3Error)(message)
-    return made
 
 
 def _forward_context() -> Any:

@@ -38,7 +38,12 @@ class RoutingGraph(SerializableCallable):
 
 
 class VllmBackend(Backend):
-    """One for each model that vLLM compiles, so that a report is of one model."""
+    """One for each model that vLLM compiles, so that a report is of one model.
+
+    What an R3Error stops is recording, not the forward: vLLM's engine core ends with an exception in it, and all requests with it.
+    """
+
+    goes_on = True
 
     def __init__(self, inner: Inner = "inductor") -> None:
         super().__init__(inner, "record")

@@ -70,7 +70,7 @@ def _before(owner: Any, name: str, first: Callable[[Any], None]) -> None:
 # ---- as the engine starts ---------------------------------------------------------------------------------------
 def _check(wrapper: Any) -> None:
     """Before the weights are loaded: what the configuration tells already."""
-    from r3_pass.runtime.engines.vllm import check_config, deployment_of
+    from r3_pass.runtime.engines.vllm_config import check_config, deployment_of
 
     check_config(wrapper.vllm_config)
     check_deployment(deployment_of(wrapper.vllm_config))

@@ -16,8 +16,7 @@ from r3_pass.description import Description
 from r3_pass.errors import RefusedConfiguration
 from r3_pass.report import RejectedEntry, SiteEntry
 from r3_pass.runtime.engines.base import WrapPoints
-from r3_pass.runtime.engines.vllm import error_of, raise_errors
-from r3_pass.runtime.engines.vllm_front import lacks_rows, own_errors
+from r3_pass.runtime.engines.vllm_front import by_user_id, error_of, lacks_rows, processor_of, raise_errors
 from r3_pass.runtime.engines.vllm_plugin import CALL, SWITCH, asked
 from r3_pass.version import __version__
 
@@ -54,6 +53,7 @@ class RemoteSession:
 
     def __init__(self, engine: Any, client: Any) -> None:
         self._client = client
+        self._processor = processor_of(engine)
         self._wraps = WrapPoints()
         self._call("attach", {"r3_pass": __version__})
         if hasattr(engine, "_run_engine"):
@@ -68,9 +68,9 @@ class RemoteSession:
         return _report(self._call("report"))
 
     def errors(self) -> dict[str, str]:
-        """Requests that ended without all of their rows since the last call, and why; `LLM.generate` raises the first by itself."""
-        found: dict[str, str] = self._call("errors")
-        return found
+        """Requests, by the ids that they were asked with, that ended without all of their rows since the last call, and why;
+        `LLM.generate` raises the first by itself."""
+        return by_user_id(self._processor, self._call("errors"))
 
     def weights_changed(self, tag: str | int | None) -> None:
         """As `Session.weights_changed`, for weights that were written past vLLM's own ways of loading them."""
@@ -102,6 +102,7 @@ class AsyncRemoteSession:
 
     def __init__(self, engine: Any, client: Any) -> None:
         self._client = client
+        self._processor = processor_of(engine)
         self._wraps = WrapPoints()
         self._attaching: asyncio.Future[Any] | None = None
         self._errors: dict[str, str] = {}  # popped, and of requests that have not returned yet
@@ -123,9 +124,12 @@ class AsyncRemoteSession:
         return _report(await self._call("report"))
 
     async def errors(self) -> dict[str, str]:
-        found: dict[str, str] = self._errors | await self._call("errors")
-        self._errors = {}
+        await self._fetch()
+        found, self._errors = self._errors, {}
         return found
+
+    async def _fetch(self) -> None:
+        self._errors |= by_user_id(self._processor, await self._call("errors"))
 
     async def weights_changed(self, tag: str | int | None) -> None:
         await self._call("weights_changed", tag)
@@ -148,8 +152,9 @@ class AsyncRemoteSession:
         async for output in generate(*args, **kwargs):
             lost |= lacks_rows([output])  # streamed, each sequence ends in an output of its own
             if output.finished and lost:
-                self._errors |= await self._call("errors")
-                raise_errors(own_errors(self._errors, output.request_id), [output])
+                await self._fetch()
+                if (why := self._errors.pop(output.request_id, None)) is not None:
+                    raise_errors({output.request_id: why}, [output])
             yield output
 
 

@@ -37,7 +37,7 @@ class RouteDelivery:
     Attributes:
         scheduler: vLLM's.
         claimed: an `attach` in another process has returned a session for it.
-        errors: of requests that ended without all of their rows: id -> what was wrong; the last 1024.
+        errors: of requests that ended without all of their rows: id in the core -> what was wrong; the last 1024.
     """
 
     def __init__(self, scheduler: Any) -> None:
@@ -103,6 +103,9 @@ class RouteDelivery:
 
     # ---- in -----------------------------------------------------------------------------------------------------
     def _take(self, step: StepRows, requests: dict[str, Any]) -> None:
+        if step.rows is None:
+            self._refuse(requests, step.error)
+            return
         table = self._table
         if table is None:
             table = self._table = SequenceTable(RowLog(step.rows.shape[1:]))
@@ -184,7 +187,7 @@ class RouteDelivery:
 
     def _report(self, request_id: str) -> None:
         self.errors[request_id] = self._refused[request_id]
-        logger.error("request %s has no routed_experts: %s", request_id, self._refused[request_id])
+        logger.error("request %r of the core has no routed_experts: %s", request_id, self._refused[request_id])
         while len(self.errors) > _KEPT_ERRORS:
             del self.errors[next(iter(self.errors))]
 

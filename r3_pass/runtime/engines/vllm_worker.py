@@ -7,19 +7,23 @@
 The slot mapping is the one that attention writes its KV by (the forward context's), so what is recorded lies where the KV does.
 Rows of a prefix hit are read after the forward: vLLM shares blocks that the same step fills. Dummy forwards run outside of a step
 and write nothing, but for those that a CUDA graph is captured of: these run in a step whose slots are all -1.
+
+A step that cannot be recorded costs its own requests their rows, and nobody else: the row of every slot is void then, so that none
+of another time is taken for one of this, and the engine serves on. It stops where that would not be true: where slots are not what
+the adapter takes them for, and where the forward itself did not come to its end.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Hashable
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from r3_pass.errors import BufferLayoutError, MissingRoutes, StaleRoutes, UnsupportedEngine
+from r3_pass.errors import BufferLayoutError, MissingRoutes, R3Error, StaleRoutes, UnsupportedEngine
 from r3_pass.runtime.engines.base import RecordingSession, Rows, WrapPoints
 from r3_pass.runtime.engines.vllm_slots import BlockSlots, Slots
 from r3_pass.runtime.sequences import SegmentBatch
@@ -55,35 +59,69 @@ class StepRows:
     Attributes:
         request_ids: in the order of the batch.
         starts, lengths: int64, first position and number of tokens of each.
-        rows: int16 [sum of lengths, num_layers, top_k].
+        rows: int16 [sum of lengths, num_layers, top_k]; None if the step could not be recorded.
         hits: of requests that began past position 0.
+        error: why there are no rows.
     """
 
     request_ids: tuple[str, ...]
     starts: npt.NDArray[np.int64]
     lengths: npt.NDArray[np.int64]
-    rows: Rows
+    rows: Rows | None
     hits: list[Hit]
+    error: str = ""
+
+
+class _Step(NamedTuple):
+    """The name in the session of all that a step forwards."""
+
+    number: int
+
+    def __repr__(self) -> str:
+        return f"(all of step {self.number})"
+
+
+class _HitOf(NamedTuple):
+    """The name in the session of a prefix that a request took over."""
+
+    request_id: str
+    step: int
+
+    def __repr__(self) -> str:
+        return repr(self.request_id)
 
 
 class _Launched:
     """A step whose forward was launched; `collect` waits for its rows."""
 
     def __init__(self, number: int, ids: tuple[str, ...], starts: Slots, lengths: Slots) -> None:
-        self.key = ("step", number)
+        self.key = _Step(number)
         self.ids, self.starts, self.lengths = ids, starts, lengths
         self.hits: list[Hit] = []
-        self.waiting: list[tuple[str, Hashable, int]] = []  # hits on their way: request, name in the session, rows
+        self.waiting: list[tuple[_HitOf, int]] = []  # hits on their way, and how many rows
+        self.error = ""
+
+    def fail(self, session: RecordingSession, error: R3Error) -> None:
+        """The step has no rows."""
+        self.error = f"{type(error).__name__}: {error}"
+        for name in (self.key, *(name for name, _ in self.waiting)):
+            session.abort(name, 1)
+        self.hits, self.waiting = [], []
 
     def collect(self, session: RecordingSession) -> StepRows:
-        rows = session.finish(self.key, int(self.lengths.sum()) + 1)
-        for request_id, name, length in self.waiting:
+        rows = None
+        if not self.error:
             try:
-                self.hits.append(Hit(request_id, session.finish(name, length + 1)))
-            except (StaleRoutes, MissingRoutes) as error:
+                rows = session.finish(self.key, int(self.lengths.sum()) + 1)
+            except R3Error as error:
+                self.fail(session, error)
+        for name, length in self.waiting:
+            try:
+                self.hits.append(Hit(name.request_id, session.finish(name, length + 1)))
+            except R3Error as error:
                 session.abort(name, 1)
-                self.hits.append(_failed(request_id, error))
-        return StepRows(self.ids, self.starts, self.lengths, rows, self.hits)
+                self.hits.append(_failed(name.request_id, error))
+        return StepRows(self.ids, self.starts, self.lengths, rows, self.hits, self.error)
 
 
 class StepRecorder:
@@ -141,17 +179,27 @@ class StepRecorder:
         tokens = int((inputs if inputs is not None else kwargs["inputs_embeds"]).shape[0])
         new = scheduled.total_num_scheduled_tokens
         begun = self._begun(scheduled)
-        self._hand_over(session, scheduled, begun)
-        launched = self._batch()
+        self._launched = launched = self._batch()
         mapping = self._mapping(tokens, new)
         if not self._checked and begun:
             self._check(mapping, launched, begun)
-        with session.step(mapping, SegmentBatch((launched.key,), (0,), (new,))):
-            result = forward(*args, **kwargs)
+        entered = left = False
+        result = None
+        try:
+            self._hand_over(session, scheduled, begun)
+            with session.step(mapping, SegmentBatch((launched.key,), (0,), (new,))):
+                entered = True
+                result = forward(*args, **kwargs)
+                left = True
+        except R3Error as error:
+            if entered and not left:
+                raise type(error)(f"{error}\n{_STOPS}") from error
+            session.assign(np.arange(self.slots.num_slots))
+            launched.fail(session, error)
+            return result if left else forward(*args, **kwargs)  # outside of a step, which writes nothing
         for request_id, blocks, start in begun:
             if start:
                 self._hit(session, launched, request_id, self.slots.of(blocks)[:start])
-        self._launched = launched
         return result
 
     def _sample(self, sample: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -219,8 +267,8 @@ class StepRecorder:
 
     def _check(self, mapping: Any, launched: _Launched, begun: list[tuple[str, list[int], int]]) -> None:
         """Once, on a CPU: what the blocks of a request say is what attention writes."""
-        self._checked = True
         if not isinstance(mapping, np.ndarray):
+            self._checked = True
             return
         request_id, blocks, start = begun[0]
         at = launched.ids.index(request_id)
@@ -229,18 +277,26 @@ class StepRecorder:
         if not np.array_equal(mapping[first : first + length], wanted):
             raise BufferLayoutError(
                 f"request {request_id!r}: its blocks in KV cache group {self.slots.group} are slots {wanted[:4]}..., attention "
-                f"writes {mapping[first : first + 4]}...: this version of vLLM numbers slots in another way."
+                f"writes {mapping[first : first + 4]}...: this version of vLLM numbers slots in another way. No row of any step "
+                "could be proved, so the engine stops. Serve without r3_pass, or with a version of vLLM that it was tested with."
             )
+        self._checked = True
 
     def _hit(self, session: RecordingSession, launched: _Launched, request_id: str, slots: Slots) -> None:
-        name = ("hit", self._steps, request_id)
+        name = _HitOf(request_id, self._steps)
         try:
             session.prefix_hit(name, 0, slots)
-        except (StaleRoutes, MissingRoutes) as error:
+        except R3Error as error:
             session.abort(name, 1)
             launched.hits.append(_failed(request_id, error))
         else:
-            launched.waiting.append((request_id, name, len(slots)))
+            launched.waiting.append((name, len(slots)))
+
+
+_STOPS = (
+    "This stopped the model's forward in the middle: there are no outputs for the requests of this step, and what a second forward "
+    "would find of the first cannot be told. So the engine stops. Start it again; without r3_pass, if this comes again."
+)
 
 
 def _with_rows(output: Any, launched: _Launched, session: RecordingSession) -> Any:
@@ -248,8 +304,10 @@ def _with_rows(output: Any, launched: _Launched, session: RecordingSession) -> A
     return output
 
 
-def _failed(request_id: str, error: Exception) -> Hit:
-    why = "its prefix is in cached blocks without rows (cached before attach, or under other weights)"
-    return Hit(
-        request_id, None, f"{type(error).__name__}: {why}; the engine's reset_prefix_cache() clears them. {error}"
-    )
+def _failed(request_id: str, error: R3Error) -> Hit:
+    if isinstance(error, StaleRoutes | MissingRoutes):
+        why = "its prefix is in cached blocks without rows (cached before attach, under other weights, or in a step that was not "
+        why += "recorded); the engine's reset_prefix_cache() clears them. "
+    else:
+        why = ""
+    return Hit(request_id, None, f"{type(error).__name__}: {why}{error}")

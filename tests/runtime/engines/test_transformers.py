@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("transformers", minversion="5.17")
+pytest.importorskip("transformers", minversion="5.17", reason="needs r3_pass[transformers]")
 
 from serving import (
     OLD,

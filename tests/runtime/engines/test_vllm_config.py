@@ -8,9 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from r3_pass.errors import RefusedConfiguration, StaleRoutes
-from r3_pass.runtime.engines import vllm, vllm_plugin
+from r3_pass.runtime.engines import vllm, vllm_config, vllm_front, vllm_plugin
 from r3_pass.runtime.engines.vllm_slots import find_slots
 from r3_pass.runtime.refusals import check_deployment
 
@@ -39,8 +40,8 @@ def config(**changes: Any) -> Any:
 
 
 def check(given: Any) -> None:
-    vllm.check_config(given)
-    check_deployment(vllm.deployment_of(given))
+    vllm_config.check_config(given)
+    check_deployment(vllm_config.deployment_of(given))
 
 
 def test_the_usual_configuration() -> None:
@@ -81,7 +82,7 @@ def test_versions(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixt
         for version, said in (("0.32.0", False), ("0.32.0+cpu", False), ("0.33.1", True)):
             monkeypatch.setitem(sys.modules, "vllm.version", SimpleNamespace(__version__=version))
             caplog.clear()
-            vllm.check_version()
+            vllm_config.check_version()
             assert ("was tested with vLLM 0.32.0, this is 0.33.1" in caplog.text) == said
 
 
@@ -93,13 +94,46 @@ def test_a_plug_in_that_was_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> No
     assert "vllm.v1.engine.core" not in sys.modules or not hasattr(sys.modules["vllm.v1.engine.core"], vllm_plugin.CALL)
 
 
-@pytest.mark.parametrize("core", ["7-ab12", "0_7-ab12", "7"])
-def test_errors_of_another_process(core: str) -> None:
-    output = SimpleNamespace(request_id="7")
-    with pytest.raises(StaleRoutes, match=rf"request '{core}' has no routed_experts \(1 in all\): why: so") as raised:
-        vllm.raise_errors({core: "StaleRoutes: why: so", "17-cd34": "StaleRoutes: of another call"}, [output])
-    assert raised.value.__dict__["outputs"] == [output]
-    vllm.raise_errors({"17-cd34": "StaleRoutes: of another call"}, [output])
+def test_errors_are_their_requests() -> None:
+    """By the ids that callers know: of a request that runs still in the front end, of one that has ended there, of another call."""
+    states = {"7-ab12": SimpleNamespace(external_req_id="7")}
+    processor = SimpleNamespace(request_states=states, r3_pass_names={"0_8-cd34": "8", "1_8-cd34": "8"})
+    core = {
+        "7-ab12": "StaleRoutes: why: request '7-ab12', position 3",
+        "0_8-cd34": "MissingRoutes: first",
+        "1_8-cd34": "MissingRoutes: second",
+        "9-ef56": "StaleRoutes: of a request that was aborted",
+    }
+    found = vllm_front.by_user_id(processor, core)
+    assert list(found) == ["7", "8", "9-ef56"] and found["8"] == "MissingRoutes: first" and not processor.r3_pass_names
+    outputs = [SimpleNamespace(request_id=i) for i in ("6", "7", "8")]
+    with pytest.raises(StaleRoutes) as raised:
+        vllm_front.raise_errors(found, outputs)
+    assert str(raised.value) == "request '7' has no routed_experts (2 in all): why: request '7', position 3"
+    assert raised.value.__dict__["outputs"] == outputs
+    vllm_front.raise_errors(found, outputs[:1])
+    assert vllm_front.by_user_id(None, core) == core, "an EngineCore has no front end"
+
+
+@pytest.mark.parametrize(
+    ("switch", "named"),
+    [
+        ("0", "engine with R3_PASS_VLLM=1 in the environment"),
+        ("1", r"R3_PASS_VLLM is set: .* detach\(\) ended it .*Start a new engine, and leave its session attached"),
+    ],
+)
+def test_cuda_graphs_of_another_time(switch: str, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bug: after a detach, whoever attached again was told to set what was set."""
+    monkeypatch.setenv(vllm_plugin.SWITCH, switch)
+    adapter: Any = object.__new__(vllm.VllmAdapter)
+    adapter.runner = SimpleNamespace(device=torch.device("cuda"))
+    adapter._captured = True
+    mode = SimpleNamespace(name="FULL")
+    adapter._config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=mode))
+    with pytest.raises(RefusedConfiguration, match=rf"cudagraph_mode=FULL.*{named}.*enforce_eager=True"):
+        adapter._refuse_captured()
+    mode.name = "NONE"
+    adapter._refuse_captured()
 
 
 class FullAttentionSpec(SimpleNamespace):
