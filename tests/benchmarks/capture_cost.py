@@ -16,7 +16,7 @@ and a figure is the median over captures of each capture's median. Slot mappings
 their delivery is no part of this.
 
 The floor is one more kernel in a CUDA graph, and the bytes that must move over the bandwidth of a copy: ids in (int64), rows out
-(int16; over the bus for "pinned").
+(int16; over the bus for "pinned"). By layer, it is one more kernel for each.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def whole(bench: Bench, name: str, geometry: tuple[int, int, int], tokens: int, 
         session.detach()
 
 
-def by_layer(bench: Bench, name: str, geometry: tuple[int, int, int], tokens: int) -> None:
+def by_layer(bench: Bench, name: str, geometry: tuple[int, int, int], tokens: int, floor: dict[str, float]) -> None:
     """A model whose layers are compiled by themselves: in CUDA graphs, and the host's time."""
     given = bench.given
     setting = Setting(given, geometry, tokens)
@@ -162,6 +162,8 @@ def by_layer(bench: Bench, name: str, geometry: tuple[int, int, int], tokens: in
     row = {"geometry": name, "tokens": tokens, "off": level["off"]}
     row |= {variant: level[variant] - level["off"] for variant in ("r3_pass", "put")}
     row["share"] = row["r3_pass"] / row["put"]
+    moved = tokens * geometry[0] * geometry[1] * (8 + 2)
+    row["floor"] = geometry[0] * floor["one more empty kernel, us"] + moved / floor["memory, GB/s"] / 1e3
     bench.add("by layer", row)
     explain = {variant: graphs[variant][0].replay for variant in ("r3_pass", "put")}
     bench.bar(f"layers compiled by themselves, of index_put_, {name}", row["share"], "<=", SHARE, explain=explain)
@@ -246,7 +248,7 @@ def main() -> None:
         for tokens in given.tokens or TOKENS[name]:
             whole(bench, name, geometry, tokens, floor)
     for name, geometry in geometries.items():
-        by_layer(bench, name, geometry, (given.tokens or TOKENS[name])[0])
+        by_layer(bench, name, geometry, (given.tokens or TOKENS[name])[0], floor)
     report(bench, floor)
     bench.finish()
 
@@ -282,11 +284,11 @@ def report(bench: Bench, floor: dict[str, float]) -> None:
     print(f"\nGPU microseconds per forward, compiled as one, in a CUDA graph; put: int32 index_put_ per layer. {floor}")
     print(
         table(
-            ["geometry", "T", "routing alone", "r3_pass adds", "put adds", "share"],
+            ["geometry", "T", "routing alone", "r3_pass adds", "floor", "above it", "put adds", "share"],
             [
                 (
-                    row["geometry"], row["tokens"], f"{row['off']:.0f}", f"**{row['r3_pass']:.1f}**", f"{row['put']:.1f}",
-                    f"{row['share']:.2f}",
+                    row["geometry"], row["tokens"], f"{row['off']:.0f}", f"**{row['r3_pass']:.1f}**", f"{row['floor']:.1f}",
+                    f"{row['r3_pass'] - row['floor']:.1f}", f"{row['put']:.1f}", f"{row['share']:.2f}",
                 )
                 for row in rows["by layer"]
             ],
@@ -305,7 +307,10 @@ def report(bench: Bench, floor: dict[str, float]) -> None:
             ],
         )
     )  # fmt: skip
-    print("\nhost microseconds until a forward without CUDA graphs returns, from an idle GPU")
+    print(
+        "\nhost microseconds until a forward without CUDA graphs returns, from an idle GPU; the floor is one launch: "
+        f"{floor['a launch on the host, us']:.1f}"
+    )
 
 
 if __name__ == "__main__":

@@ -100,6 +100,13 @@ def floors(replays: int = 20) -> dict[str, float]:
         graph = Graph(lambda: [x.add_(1) for _ in range(count)])
         return statistics.median(microseconds(graph.replay, replays) for _ in range(20))
 
+    def launch() -> float:
+        if CUDA:
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        x.add_(1)
+        return (time.perf_counter() - began) * 1e6
+
     size = 2**30 if CUDA else 2**20
     source, target = (torch.zeros(size, dtype=torch.int8, device=DEVICE) for _ in range(2))
     host = torch.zeros(size // 4, dtype=torch.int8, pin_memory=CUDA)
@@ -111,6 +118,7 @@ def floors(replays: int = 20) -> dict[str, float]:
     return {
         "empty kernel alone, us": empty(1),
         "one more empty kernel, us": (empty(128) - empty(64)) / 64,
+        "a launch on the host, us": statistics.median(launch() for _ in range(100)),
         "memory, GB/s": rate(target, 2 * size),
         "bus, GB/s": rate(host, size // 4),
     }
