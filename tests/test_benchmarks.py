@@ -43,10 +43,12 @@ def test_runs(
     name: str, arguments: list[str], tables: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "results.json"
-    limit = torch._dynamo.config.recompile_limit
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", limit)  # for other tests, whatever a benchmark sets
     monkeypatch.setattr(sys, "argv", [name, "--tiny", "--out", str(out), *arguments])
-    load(name).main()
+    limit = torch._dynamo.config.recompile_limit
+    with torch._dynamo.config.patch(
+        recompile_limit=limit
+    ):  # whatever the benchmark sets, other tests have it as it was
+        load(name).main()
     found = json.loads(out.read_text())
     assert set(found["rows"]) == tables
     assert not [bar for bar in found["bars"] if bar["met"] is False]

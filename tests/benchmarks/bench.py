@@ -60,7 +60,8 @@ def machine(given: argparse.Namespace) -> dict[str, Any]:
     for name in ("triton", "transformers"):  # by what is installed: importing them takes seconds
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-    return {**found, "date": datetime.date.today().isoformat(), **vars(given)}
+    options = {name: value for name, value in vars(given).items() if name != "out"}
+    return {**found, "date": datetime.date.today().isoformat(), **options}
 
 
 class Bench:
