@@ -200,6 +200,11 @@ def bound(call: fx.Node, nested: fx.GraphModule) -> dict[fx.Node, Any]:
     return dict(zip(inner, given[len(given) - len(inner) :], strict=True)) if len(given) >= len(inner) else {}
 
 
+def _is_sort(node: fx.Node) -> bool:
+    """Whether a node sorts into new memory: what is done to its results is not done to what it read."""
+    return spelling(node) in ("sort", "argsort") and node.kwargs.get("out") is None
+
+
 class DataFlow:
     """Producers and consumers of every value in a graph and in the graphs nested in it.
 
@@ -311,7 +316,9 @@ class DataFlow:
         while stack:
             for user in self.users(stack.pop()):
                 seen = value(user)
-                if user in reached or spelling(user) in CREATION or (is_tensor(user) and seen.dtype.is_floating_point):
+                if user in reached or _is_sort(user) or spelling(user) in CREATION:
+                    continue
+                if is_tensor(user) and seen.dtype.is_floating_point:
                     continue
                 reached.add(user)
                 stack.append(user)

@@ -180,6 +180,7 @@ def test_an_update_of_a_copy_is_none_of_its_source() -> None:
         lambda ids: ids[:, 0].clamp_(max=1),
         lambda ids: ids.__setitem__(ids > 2, 0),
         lambda ids: torch.add(ids, 1, out=ids),
+        lambda ids: torch.sort(ids, out=(ids, torch.empty_like(ids))),
         lambda ids: torch.ops.r3_test_dataflow.align(ids + 1, ids),
     ],
 )
@@ -196,14 +197,19 @@ def test_ids_that_are_changed_later_are_overwritten(change: Callable[[Tensor], A
 
 
 def test_what_is_not_overwritten() -> None:
-    """Near misses: changed before, changed out of place, or a neighbour changed. Each would cost a copy per layer."""
+    """Near misses: changed before, out of place, a neighbour, or once sorted (grouped_mm of transformers 5.17).
 
-    def f(x: Tensor) -> tuple[Tensor, Tensor]:
+    Each would cost a copy per layer, and its fusion.
+    """
+
+    def f(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x = x + 1
         x.mul_(2)
         values, ids = x.topk(2)
         values.div_(2)
-        return ids + 4, values
+        by_expert, _ = torch.sort(ids.reshape(-1))
+        by_expert.clamp_(max=3)
+        return ids + 4, values, by_expert
 
     module = traced(f, torch.randn(3, 4))
     ids = next(n for n in module.graph.nodes if spelling(n) == "getitem" and n.args[1] == 1)
