@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from r3_pass import streams
 from r3_pass.passes.ops import (
     ERROR_SLOT,
     ERROR_TOKENS,
@@ -106,13 +107,12 @@ class PointerTables:
         self.beside = torch.cuda.Stream(device) if self._pinned else None
         """Fills tables of graphs that are being captured; whoever replays one waits for it once (`Binding.settle`)."""
 
-    def table(self, ids: Sequence[Tensor]) -> Tensor:
+    def table(self, numbers: list[int]) -> Tensor:
         """int64 [N * 3] on the device: address, row stride, k of each site's ids."""
-        numbers = [number for i in ids for number in (i.data_ptr(), i.stride(0), i.shape[1])]
         if self._pinned and torch.cuda.is_current_stream_capturing():
             return self._for_graph(numbers)
         # A table is read on the stream that copied it: another stream might run ahead of the copy.
-        stream = torch.cuda.current_stream().cuda_stream if self._pinned else 0
+        stream = streams.current(self._resident.device) if self._pinned else 0
         key = (stream, *numbers)
         known = self._rows.get(key)
         if known is not None:
@@ -163,10 +163,18 @@ def record(buffer: Tensor, state: Tensor, slots: Tensor, columns: Tensor, ids: S
     tokens = ids[0].shape[0]
     if tokens == 0:
         return
-    wide = ids[0].dtype == torch.int64
+    wide = ids[0].dtype is torch.int64
     dtype = torch.int64 if wide else torch.int32
-    flat = [i if i.dtype == dtype and i.stride(1) == 1 else i.to(dtype).contiguous() for i in ids]
-    table = prepare(columns).table(flat)
+    numbers: list[int] = []
+    converted: list[Tensor] = []  # alive until the kernel that reads them is queued
+    for chosen in ids:  # outside of CUDA graphs this loop is most of what recording takes of the host
+        row, column = chosen.stride()
+        if column != 1 or chosen.dtype is not dtype:
+            chosen = chosen.to(dtype).contiguous()
+            converted.append(chosen)
+            row = chosen.stride(0)
+        numbers += (chosen.data_ptr(), row, chosen.size(1))
+    table = prepare(columns).table(numbers)
     top_k = buffer.shape[2]
     k_block = triton.next_power_of_2(top_k)
     block = max(1, min(triton.next_power_of_2(tokens), 1024 // k_block))

@@ -228,6 +228,8 @@ class Session:
             self._usable()
             if self._store.buffer is not None:
                 self._store.buffer.void(slots)
+                if self._steps.open is not None:  # its forward may still write to them
+                    self._store.buffer.settle()
 
     def move(self, src_slots: Slots, dst_slots: Slots) -> None:
         """KV was copied from the first to the second slots: the rows go along."""

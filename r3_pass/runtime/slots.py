@@ -103,10 +103,10 @@ class Geometry:
 class SlotBuffer:
     """int16[S + 1, M, K] on the model's device; the last row is spare: what belongs to no slot lands there.
 
-    Every method is queued on the current stream of the buffer's device and does not wait for it. Slots are int[n], a
-    tensor on that device or anything on the host. A slot that is -1, or (on another device than the CPU, where nobody
-    can raise without waiting) outside the buffer, belongs to no row: reading it gives -1, writing it changes the spare
-    row only.
+    Every method is queued on the current stream of the buffer's device and does not wait for it; what `void` asks for, when the
+    buffer is used next. Slots are int[n], a tensor on that device or anything on the host. A slot that is -1, or (on another device
+    than the CPU, where nobody can raise without waiting) outside the buffer, belongs to no row: reading it gives -1, writing it
+    changes the spare row only.
 
     Args:
         placement: "pinned" for page-locked memory of the host, which the device reads and writes itself.
@@ -121,6 +121,7 @@ class SlotBuffer:
         what = f"the slot buffer ({geometry.num_slots} slots of {geometry.bytes_per_slot} bytes and a spare row)"
         make = allocate if placement == "device" else allocate_pinned
         self.data = make(shape, torch.int16, torch.device(device), what)
+        self._voided: list[torch.Tensor] = []  # on the host, int64: rows that `settle` has to void
 
     @property
     def device(self) -> torch.device:
@@ -128,20 +129,37 @@ class SlotBuffer:
 
     def gather(self, slots: Slots) -> torch.Tensor:
         """Rows of `slots`, a new int16[n, M, K] on the buffer's device: a snapshot."""
-        wanted = self._on_device(slots)
+        self.settle()
+        wanted = self.checked(slots)
         inside = wanted.clamp(0, self.geometry.num_slots - 1)
-        rows = self.data.index_select(0, inside)
-        return rows.masked_fill_((inside != wanted).view(-1, 1, 1), VOID)
+        outside = inside != wanted
+        rows = self.data.index_select(0, self._sent(inside))
+        if outside.device.type == "cpu" and not outside.any():
+            return rows
+        return rows.masked_fill_(self._sent(outside).view(-1, 1, 1), VOID)
 
     def snapshot(self, slots: torch.Tensor) -> torch.Tensor:
-        """As `gather`, of slots int64[n] on the buffer's device that are known to be those of rows."""
+        """As `gather`, in a step, of slots int64[n] on the buffer's device that are known to be those of rows."""
         return self.data.index_select(0, slots)
 
     def void(self, slots: Slots) -> None:
-        """Rows of `slots` become -1."""
-        self.data.index_fill_(0, self._targets(slots), VOID)
+        """Rows of `slots` become -1: of slots on the host, when the buffer is used next. Engines hand out blocks one by one, and
+        one fill before the next step does for all of them."""
+        wanted = self.checked(slots)
+        if wanted.device.type == "cpu":
+            self._voided.append(wanted)
+        else:
+            self.settle()
+            self.data.index_fill_(0, self._targets(wanted), VOID)
+
+    def settle(self) -> None:
+        """Queue what `void` left for later. Before a forward writes to the buffer, and before anybody reads it."""
+        if self._voided:
+            voided, self._voided = self._voided, []
+            self.data.index_fill_(0, self._targets(torch.cat(voided)), VOID)
 
     def void_all(self) -> None:
+        self._voided.clear()
         self.data.fill_(VOID)
 
     def write(self, slots: Slots, rows: torch.Tensor | npt.NDArray[np.int16]) -> None:
@@ -157,6 +175,7 @@ class SlotBuffer:
             )
         if not isinstance(rows, torch.Tensor):
             rows = torch.from_numpy(np.array(rows))  # a copy: torch warns about arrays that are read-only
+        self.settle()
         self.data.index_copy_(0, targets, rows.to(self.device, non_blocking=True))
 
     def move(self, src_slots: Slots, dst_slots: Slots) -> None:
@@ -164,10 +183,10 @@ class SlotBuffer:
         self.write(dst_slots, self.gather(src_slots))
 
     def _targets(self, slots: Slots) -> torch.Tensor:
-        """The row of each slot, the spare one for what belongs to no slot."""
-        wanted = self._on_device(slots)
+        """The row of each slot, the spare one for what belongs to no slot, on the device."""
+        wanted = self.checked(slots)
         inside = wanted.clamp(0, self.geometry.num_slots - 1)
-        return torch.where(inside == wanted, wanted, self.geometry.num_slots)
+        return self._sent(torch.where(inside == wanted, wanted, self.geometry.num_slots))
 
     def checked(self, slots: Slots) -> torch.Tensor:
         """The slots as int64[n], where they are; a copy if they come from the host."""
@@ -187,11 +206,11 @@ class SlotBuffer:
             raise ValueError(f"Slot {wrong} is outside the buffer, expected -1 to {self.geometry.num_slots - 1}.")
         return torch.from_numpy(host)
 
-    def _on_device(self, slots: Slots) -> torch.Tensor:
-        checked = self.checked(slots)
-        if self.device.type == "cuda" and checked.device.type == "cpu":
-            checked = pinned(checked)  # from pageable memory a long upload waits for the stream
-        return checked.to(self.device, non_blocking=True)
+    def _sent(self, values: torch.Tensor) -> torch.Tensor:
+        """To the buffer's device, if they are not there."""
+        if self.device.type == "cuda" and values.device.type == "cpu":
+            values = pinned(values)  # from pageable memory a long upload waits for the stream
+        return values.to(self.device, non_blocking=True)
 
     def check_integrity(self) -> None:
         """Assert that the buffer is still what was laid out."""

@@ -125,6 +125,8 @@ class Steps:
                 )
             checked = store.mapping.check(step.slots, store.num_slots, step.batch.num_tokens)
             self._delivery.check(step.batch)
+            if store.buffer is not None:
+                store.buffer.settle()
             self._put(step, checked)
             binding.calls = [0] * len(binding.layers)
             binding.capturing = binding.begun = False

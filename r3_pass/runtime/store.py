@@ -131,6 +131,7 @@ class SlotStore:
             state = torch.zeros(STATE_CALLS + len(layers), dtype=torch.int32, device=self._device)
         calls = [0] * len(layers)
         if self.buffer is not None:  # another layer of the first step: those before it were written already
+            self.buffer.settle()
             at = [layers.index(layer) for layer in self.buffer.geometry.stored]
             fresh.data[:, at, : self.buffer.geometry.top_k] = self.buffer.data
             state[STATE_ERRORS] = binding.state[STATE_ERRORS]

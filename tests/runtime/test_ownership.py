@@ -87,6 +87,29 @@ def test_a_forward_that_went_another_way(loop: Loop) -> None:
         loop.session.prefix_hit("b", 0, range(4))
 
 
+@pytest.mark.parametrize("when", ["before", "in", "after"])
+def test_slots_handed_out_around_a_step(loop: Loop, when: str) -> None:
+    """Before the forward writes to them they are void, then they have its rows; after it, nobody's."""
+    loop.step((0, 0, prompt(4, 1), range(4)))
+    tokens = prompt(4, 2)
+    if when == "before":
+        loop.session.assign([2, 3])
+        loop.session.assign([4, 5])
+
+    def call(ids: Tensor) -> None:
+        if when == "in":
+            loop.session.assign([2, 3])
+        loop.compiled(ids)
+        if when == "after":
+            loop.session.assign([2, 3])
+
+    loop.step((1, 0, tokens, range(2, 6)), call=call)
+    rows = loop.session.read(range(2, 6))
+    truth = loop.truth(tokens)
+    assert (rows[2:] == truth[2:]).all()
+    assert (rows[:2] == (-1 if when == "after" else truth[:2])).all()
+
+
 def test_an_abort_that_is_short_says_so(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
     tokens = prompt(5)
     loop.step(("a", 0, tokens, range(5)))

@@ -113,9 +113,40 @@ def test_no_slots(buffer: SlotBuffer) -> None:
 
 def test_void(buffer: SlotBuffer) -> None:
     buffer.void([1, -1, 3])
+    buffer.settle()
     assert np.array_equal(buffer.data[:6].cpu().numpy(), rows_of([0, -1, 2, -1, 4, 5]))
+    buffer.void([5])
     buffer.void_all()
     assert (buffer.data == -1).all()
+    buffer.write([5], rows_of([5]))
+    assert np.array_equal(buffer.gather([5]).cpu().numpy(), rows_of([5])), "nothing of before is left to be done"
+
+
+@pytest.mark.parametrize("where", ["on the host", "on the device"])
+def test_whoever_uses_the_buffer_finds_void_what_was(buffer: SlotBuffer, where: str) -> None:
+    def void(slots: list[int]) -> None:
+        buffer.void(torch.tensor(slots, device=buffer.device) if where == "on the device" else slots)
+
+    taken = np.array([0, 4])
+    buffer.void(taken)
+    taken[:] = 2  # the caller's array is its own again
+    assert np.array_equal(buffer.gather([0, 1, 2, 4]).cpu().numpy(), rows_of([-1, 1, 2, -1]))
+    void([1])
+    void([2])
+    buffer.write([2, 3], rows_of([8, 9]))
+    assert np.array_equal(buffer.data[:6].cpu().numpy(), rows_of([-1, -1, 8, 9, -1, 5]))
+    void([3])
+    buffer.move([2, 3], [5, 1])
+    assert np.array_equal(buffer.data[:6].cpu().numpy(), rows_of([-1, -1, 8, -1, -1, 8]))
+
+
+def test_one_fill_for_many(buffer: SlotBuffer) -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        for slot in range(5):
+            buffer.void([slot])
+        buffer.settle()
+    assert sum(event.count for event in profile.key_averages() if event.key == "aten::index_fill_") == 1
+    assert np.array_equal(buffer.data[:6].cpu().numpy(), rows_of([-1] * 5 + [5]))
 
 
 def test_write_takes_read_only_arrays_and_tensors(buffer: SlotBuffer) -> None:
