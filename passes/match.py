@@ -23,7 +23,8 @@ from torch import fx
 
 from r3_pass.passes.site import Accepted, Match, Rejected
 from r3_pass.registry.dataflow import DataFlow, argument, dims, is_opaque, is_tensor, spelling, value, written
-from r3_pass.registry.dispatch import Dispatch, follow_ids
+from r3_pass.registry.dispatch import follow_ids
+from r3_pass.registry.dispatched import Dispatch
 from r3_pass.registry.form import RoutingForm, Selection
 from r3_pass.registry.forms import forms
 from r3_pass.registry.order import reordering
@@ -174,7 +175,10 @@ def _decide(flow: DataFlow, form: RoutingForm, selection: Selection, broken: boo
         return trace, _reject(node, f"its choices do not number the experts: {folded}", True, gate)
     if altered := _altered(dispatch, used, held):
         return trace, _reject(node, f"the ids that reach experts are not those that it chose: {altered}", True, gate)
-    if split is None and (first := _of_a_rank(flow, dispatch, selection, held)):
+    if unseen := next((w for n in selection.ids if (w := flow.overwritten_unseen(n)) is not None), None):
+        why = f"{spelling(unseen)} ({unseen.name}) may write others in their place before they are used"
+        return trace, _reject(node, f"the ids that reach experts may not be those that it chose: {why}", True, gate)
+    if split is None and (first := _of_a_rank(flow, dispatch, selection, held, recorded in dispatch.mixed)):
         why = f"{first} numbers a part of the {experts} experts that it chooses among, and it is not proved that the weights "
         return trace, _reject(
             node, why + "of the others are 0, each beside its choice, in all that is used", True, gate
@@ -203,7 +207,7 @@ def _decide(flow: DataFlow, form: RoutingForm, selection: Selection, broken: boo
         roots=tuple(root.node for root in trace.roots),
         fixed=form.fixed,
         no_replay=form.no_replay,
-        named=dispatch.named(int(experts)) if proved and split is None else int(experts),
+        named=dispatch.named(int(experts)) if split is None else int(experts),
     )
     return trace, site
 
@@ -314,8 +318,11 @@ def _altered(dispatch: Dispatch, recorded: fx.Node, experts: int = 0) -> str:
     return ""
 
 
-def _of_a_rank(flow: DataFlow, dispatch: Dispatch, selection: Selection, experts: int) -> str:
-    """Which operator makes numbers of one rank's experts of the ids, as far as that can be told; "" if none does."""
+def _of_a_rank(flow: DataFlow, dispatch: Dispatch, selection: Selection, experts: int, replaced: bool) -> str:
+    """Which operator makes numbers of one rank's experts of the ids, as far as that can be told; "" if none does.
+
+    Args: replaced: what is recorded has other numbers in the place of some ids.
+    """
     held = {dims(w)[0] for w in dispatch.weights if len(dims(w)) >= 3}
     if not dispatch.proved or len(held) != 1 or not all(isinstance(h, int) and 0 < h < experts for h in held):
         return ""
@@ -324,7 +331,11 @@ def _of_a_rank(flow: DataFlow, dispatch: Dispatch, selection: Selection, experts
     moved = any(dispatch.offsets.get(n, 0) < 0 for n in dispatch.used)
     whole = set() if experts % count else {tuple(range(n, n + count)) for n in range(experts - count + 1)}
     kept = shares(flow, selection.ids[0], experts) if changed and whole else set()
-    return f"{spelling(changed[0])} ({changed[0].name})" if changed and (moved or (kept and kept <= whole)) else ""
+    return (
+        f"{spelling(changed[0])} ({changed[0].name})"
+        if changed and (moved or replaced or (kept and kept <= whole))
+        else ""
+    )
 
 
 def _folded(dispatch: Dispatch, choices: int) -> str:

@@ -22,7 +22,6 @@ through a graph break prove nothing here and are said to escape: the model's str
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -41,6 +40,8 @@ from r3_pass.registry.dataflow import (
     spelling,
     value,
 )
+from r3_pass.registry.dispatched import Dispatch
+from r3_pass.registry.dropped import without_weight
 from r3_pass.registry.order import out_of_order
 from r3_pass.registry.scores import Root
 from r3_pass.registry.unchanged import Unchanged
@@ -62,21 +63,6 @@ _MIXING = frozenset(
     {"masked_fill", "add", "sub", "mul", "where", "masked_scatter", "setitem", "index_put", "maximum", "minimum", "xor"}
 )
 _LEFT_OUT = "they name the experts that are left out, not those that are chosen"
-_ONE_BY_ONE = _COMPARISONS | {
-    "add",
-    "sub",
-    "mul",
-    "mod",
-    "floordiv",
-    "not",
-    "and",
-    "or",
-    "to",
-    "long",
-    "int",
-    "clamp",
-    "setitem",
-}
 _BOUNDS = frozenset({
     "gt", "ge", "lt", "le", "clamp", "clip", "clamp_min", "clamp_max", "minimum", "maximum", "where", "masked_fill",
 })  # fmt: skip
@@ -86,61 +72,6 @@ _SCORING = frozenset({
     "softmax", "log_softmax", "sigmoid", "add", "mul", "div", "to", "float", "view", "masked_fill", "tanh", "exp", "getitem",
     "where", "contiguous", "type_as", "transpose",
 })  # fmt: skip
-
-
-@dataclasses.dataclass
-class Dispatch:
-    """What became of the ids.
-
-    Attributes:
-        events: kinds of proof that were found, with the node of each.
-        weights: weight placeholders that the proofs involve: they belong to the layer's experts.
-        chain: for each IDS value, the IDS value it was made from; the start maps to None.
-        used: IDS values from which a proof was reached.
-        escapes: the ids leave the graph as a result.
-        fates: what else they were used for, in words.
-        direct: IDS values that a proof starts from at once, without another IDS value between.
-        mixed: IDS values in which other choices than the selection's were mixed, and how.
-        among: of how many things ids pick one, wherever that is seen: rows of a bank or a table, classes of a one-hot.
-        equal_to: numbers that ids are compared with, one expert after the other.
-        columns: for each IDS value that is known to be the selection's, which of its columns it holds.
-        masks: masks made of the ids that say something else than who was chosen, and how; of those that reach a proof.
-        bounded: ids are compared by size or clamped: what lies past the experts has a meaning of its own (zero experts, say).
-    """
-
-    events: dict[fx.Node, str] = dataclasses.field(default_factory=dict)
-    weights: dict[fx.Node, None] = dataclasses.field(default_factory=dict)
-    chain: dict[fx.Node, fx.Node | None] = dataclasses.field(default_factory=dict)
-    used: set[fx.Node] = dataclasses.field(default_factory=set)
-    escapes: bool = False
-    fates: dict[str, None] = dataclasses.field(default_factory=dict)
-    direct: set[fx.Node] = dataclasses.field(default_factory=set)
-    mixed: dict[fx.Node, str] = dataclasses.field(default_factory=dict)
-    among: set[int] = dataclasses.field(default_factory=set)
-    equal_to: set[int] = dataclasses.field(default_factory=set)
-    bounded: bool = False
-    columns: dict[fx.Node, tuple[int, ...]] = dataclasses.field(default_factory=dict)
-    offsets: dict[fx.Node, int] = dataclasses.field(default_factory=dict)
-    masks: dict[fx.Node, str] = dataclasses.field(default_factory=dict)
-
-    @property
-    def proved(self) -> bool:
-        return bool(self.events)
-
-    def named(self, choices: int) -> int | None:
-        """How many of the choices name an expert: all but the padding of a router's weight. None if this graph does not show it."""
-        if self.bounded:
-            return choices
-        if self.among:
-            return min(max(self.among), choices)
-        if len(self.equal_to) >= 2 and self.equal_to == set(range(len(self.equal_to))):
-            return min(len(self.equal_to), choices)
-        banks = [dims(w) for w in self.weights if len(dims(w)) >= 3]
-        first = {shape[0] for shape in banks}
-        if len(first) == 1 and not any(choices in shape for shape in banks):
-            (held,) = first
-            return int(held) if isinstance(held, int) and held < choices <= 2 * held else choices
-        return None if not banks else choices
 
 
 class _Follow:
@@ -168,6 +99,7 @@ class _Follow:
         ]  # value, label, the IDS it came from
         self.inverse: set[fx.Node] = set()  # MASK that is zero where the ids are
         self.upright: set[fx.Node] = set()
+        self.indexing: list[tuple[fx.Node, fx.Node]] = []  # parameters that ids pick, and the ids
         self.vectors: dict[fx.Node, set[fx.Node]] = {}  # two-dimensional SEL: value -> sources
         self.vector_sources: set[fx.Node] = set()
         self.vector_hits: list[tuple[fx.Node, fx.Node]] = []
@@ -217,13 +149,27 @@ class _Follow:
             self.experts,
             lambda n: IDS in self.labels.get(n, ()),
             lambda n: n not in self.starts and bool({PERM, IDS} & self.labels.get(n, set())),
-            self._tells_weights,
         )
         kept.read(ids)
+        for user, source in self.indexing:
+            kept.indexes(user, source)
         for node, how in kept.changes.items():
             self.found.mixed.setdefault(node, how)
         self.found.columns = {n: layout.columns for n, layout in kept.layouts.items()}
         self.found.offsets = {n: layout.offset for n, layout in kept.layouts.items()}
+        self.found.turned = {n for n, layout in kept.layouts.items() if layout.turned}
+        experts = self.experts if isinstance(self.experts, int) else None
+        for drop in dict.fromkeys(kept.drops):
+            if not without_weight(
+                self.flow,
+                drop,
+                list(self.starts),
+                kept.layouts,
+                experts,
+                self.found,
+                lambda n: IDS in self.labels.get(n, ()),
+            ):
+                self.found.mixed.setdefault(drop.node, f"{spelling(drop.node)} ({drop.node.name}) {drop.how}")
         self.found.used = _reached(self.found.direct, self.parents)
         alive = _reached(self.found.events, self.came)
         for node in sorted(self.came, key=self.flow.order.__getitem__):
@@ -268,8 +214,6 @@ class _Follow:
             return f"{name} ({user.name}) moves them to other tokens"
         if name not in _MIXING:
             return ""
-        if (expert := self._filled(user, name)) is not None:
-            return f"{name} ({user.name}) puts expert {expert} in the place of some of them"
         for other in self._others(user, node):
             seen = value(other)
             if (
@@ -286,57 +230,6 @@ class _Follow:
             if spelling(other) in RANDOM or (self.flow.kind(other) == "data" and not self._made_of_ids(other)):
                 return f"{name} ({user.name}) mixes them with other integers ({other.name})"
         return ""
-
-    def _filled(self, user: fx.Node, name: str) -> int | None:
-        """An expert that some ids are replaced with, by a condition that leaves the weights as they are; None if there is none.
-
-        What depends on the id alone is a placement of experts. Where the condition zeroes the weights too, the choice was dropped,
-        and its number is only made safe for an index.
-        """
-        place = {"masked_fill": 2, "where": 1, "setitem": 2}.get(name)
-        if place is None:
-            return None
-        given = [argument(user, at, label) for at, label in ((place, "value"), (2, "other"))]
-        filled = next((v for v in given if isinstance(v, int) and not isinstance(v, bool)), None)
-        if filled is None or not isinstance(self.experts, int) or not 0 <= filled < self.experts:
-            return None
-        method = user.op == "call_method"
-        condition = self.flow.operand(user, user.args[0 if name == "where" and not method else 1])
-        if condition is None or not is_tensor(condition) or value(condition).dtype != torch.bool:
-            return None
-        return None if self._told_by_id(condition) or self._tells_weights(condition) else filled
-
-    def _told_by_id(self, condition: fx.Node) -> bool:
-        """Whether a condition is a function of each id by itself: a relabelling, the same for every token."""
-        stack, seen = [condition], {condition}
-        while stack:
-            top = stack.pop()
-            if top in self.starts or self.flow.kind(top) != "data":
-                continue
-            if spelling(top) not in _ONE_BY_ONE:
-                return False
-            for source in self.flow.inputs(top):
-                if source not in seen:
-                    seen.add(source)
-                    stack.append(source)
-        return True
-
-    def _tells_weights(self, condition: fx.Node) -> bool:
-        """Whether a condition is used for floating-point values, too."""
-        stack = [condition, *(self.flow.inputs(condition) if spelling(condition) == "not" else ())]
-        seen = set(stack)
-        while stack and len(seen) < 60:
-            top = stack.pop()
-            for user in self.flow.users(top):
-                if user in seen or not is_tensor(user) or spelling(user) in CREATION:
-                    continue
-                reads = [n for n in self.flow.inputs(user) if is_tensor(n) and value(n).dtype.is_floating_point]
-                if value(user).dtype.is_floating_point and (reads or spelling(user) in _REARRANGE):
-                    return True
-                if value(user).dtype == torch.bool:
-                    seen.add(user)
-                    stack.append(user)
-        return False
 
     def _is_choice(self, node: fx.Node) -> bool:
         """Whether a value is these ids, or some of them, as they were chosen."""
@@ -597,6 +490,7 @@ class _Follow:
         elif kind == "weight" and set(self.flow.weights(source)) <= self.gate:
             self.found.fates["they pick rows of the router's own weight (keys or codes)"] = None
         elif kind == "weight":
+            self.indexing.append((user, node))
             self._go(user, SEL, origin)
             if len(dims(source)) < 3:
                 self.vectors.setdefault(user, set()).add(source)

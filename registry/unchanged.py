@@ -16,16 +16,25 @@ from typing import Any
 import torch
 from torch import fx
 
-from r3_pass.registry.dataflow import DataFlow, argument, dims, is_opaque, is_tensor, spelling, value
+from r3_pass.registry.dataflow import DataFlow, argument, dims, fills, is_opaque, is_tensor, spelling, value
 
 _SAME = frozenset({
     "to", "type", "type_as", "float", "double", "half", "bfloat16", "long", "int", "short", "char", "contiguous", "clone",
     "detach", "cpu", "cuda", "alias", "pin_memory", "convert_element_type",
 })  # fmt: skip
 _TURNS = frozenset({"transpose", "permute", "movedim", "t", "T", "mT", "numpy_T", "adjoint"})
-_PIECES = frozenset({"chunk", "split", "tensor_split", "split_with_sizes", "unbind"})
+PIECES = frozenset({"chunk", "split", "tensor_split", "split_with_sizes", "unbind"})
 _SORTS = frozenset({"sort", "msort"})
-_STEPS = 60
+
+
+@dataclasses.dataclass(frozen=True)
+class Mark:
+    """A number that is no expert's, in the place of some ids: of choices that were dropped, say."""
+
+    number: int | float
+    at: fx.Node
+    condition: fx.Node
+    holds: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,12 +46,34 @@ class Layout:
         columns: which of the selection's columns it holds, in order.
         offset: what was added to each id.
         scale: the ids were multiplied, to number slots.
+        turned: a token's choices stand in another order than their weights.
+        marks: numbers among them that are no expert's.
     """
 
     tags: tuple[str, ...]
     columns: tuple[int, ...]
     offset: int = 0
     scale: bool = False
+    turned: bool = False
+    marks: tuple[Mark, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Drop:
+    """Some ids were replaced by an expert's number. That changes nothing if their weights are 0, which is still to be proved.
+
+    Attributes:
+        node: the ids with experts' numbers in them.
+        at: the ids that were replaced by a number first, in the layout of the condition; `node`, or before it.
+        condition, holds: they are replaced where the condition is `holds`; None if by their own number (a clamp).
+        how: what was done, if the weights stay.
+    """
+
+    node: fx.Node
+    at: fx.Node
+    condition: fx.Node | None
+    holds: bool
+    how: str
 
 
 class Changed(Exception):
@@ -58,7 +89,6 @@ class Unchanged:
         experts: E, or None.
         holds: whether a value is followed as ids.
         sorted_by: whether an integer value is an order (or positions) made of these ids.
-        tells_weights: whether a condition is used on the routing weights, too.
     """
 
     def __init__(
@@ -69,12 +99,12 @@ class Unchanged:
         experts: Any,
         holds: Callable[[fx.Node], bool],
         sorted_by: Callable[[fx.Node], bool],
-        tells_weights: Callable[[fx.Node], bool],
     ) -> None:
         self._flow, self._starts, self._experts = flow, set(ids), experts
-        self._holds, self._sorted_by, self._tells_weights = holds, sorted_by, tells_weights
-        self.layouts: dict[fx.Node, Layout] = {n: self._first(n, k_dim) for n in ids}
+        self._holds, self._sorted_by = holds, sorted_by
+        self.layouts: dict[fx.Node, Layout] = {n: first_layout(n, k_dim) for n in ids}
         self.changes: dict[fx.Node, str] = {}
+        self.drops: list[Drop] = []
 
     def read(self, nodes: Sequence[fx.Node]) -> None:
         """Give each value its layout, or note how it was changed; in graph order."""
@@ -85,13 +115,6 @@ class Unchanged:
                 self.layouts[node] = self._through(node)
             except Changed as how:
                 self.changes[node] = f"{spelling(self._operator(node))} ({node.name}) {how}"
-
-    def _first(self, ids: fx.Node, k_dim: int | None) -> Layout:
-        shape = dims(ids)
-        if k_dim is None or not shape or not isinstance(shape[k_dim % len(shape)], int):
-            return Layout(("T",) * len(shape), (0,))
-        at = k_dim % len(shape)
-        return Layout(tuple("K" if i == at else "T" for i in range(len(shape))), tuple(range(shape[at])))
 
     def _operator(self, node: fx.Node) -> fx.Node:
         source = node.args[0] if spelling(node) in ("getitem", "getattr") and node.args else None
@@ -118,13 +141,13 @@ class Unchanged:
         if operator is not node:
             return self._piece(node, operator, name)
         if is_opaque(node):
-            return Layout(("P",) * len(dims(node)), ())
+            return self._by_custom(node, node)
         if name in ("cat", "stack"):
             return self._joined(node, name)
         if name in ("getitem", "index_select", "gather", "take_along_dim", "embedding", "take"):
             return self._picked(node, name)
         if name == "where":
-            return self._replaced(node, self._chosen_from(node), self._condition(node))
+            return self._replaced(node)
         if name in ("masked_fill", "setitem", "index_put"):
             return self._written(node, name)
         first = self._source(node)
@@ -167,14 +190,14 @@ class Unchanged:
         """One result of an operator that has several."""
         first = self._source(operator, 0, "input", "self", "tensor")
         if is_opaque(operator):
-            return Layout(("P",) * len(dims(node)), ())
+            return self._by_custom(node, operator)
         layout = self._known(first)
         assert first is not None
         if name == "sort":
             return self._sorted(operator, first, layout)
         if name in ("unique", "unique_consecutive"):
-            return Layout(("P",) * len(dims(node)), layout.columns)
-        if name not in _PIECES:
+            return Layout(("P",) * len(dims(node)), layout.columns, marks=layout.marks)
+        if name not in PIECES:
             raise Changed("is not known to keep them")
         axis = argument(operator, 1 if name == "unbind" else 2, "dim", "axis", default=0)
         number = node.args[1]
@@ -200,18 +223,25 @@ class Unchanged:
             raise Changed("cuts them")
         return dataclasses.replace(layout, columns=layout.columns[start : start + width])
 
+    def _by_custom(self, node: fx.Node, operator: fx.Node) -> Layout:
+        """A custom operator may bring ids into the order of experts; as many in the same shape may be any others."""
+        held = [n for n in self._flow.inputs(operator) if self._holds(n) or n in self._starts]
+        if fills(operator) is not None or any(dims(n) == dims(node) for n in held):
+            raise Changed("makes others of them, inside of a custom operator")
+        return Layout(("P",) * len(dims(node)), ())
+
     def _sorted(self, operator: fx.Node, first: fx.Node, layout: Layout) -> Layout:
         axis = argument(operator, 1, "dim", default=-1)
         at = axis % len(layout.tags) if isinstance(axis, int) and not isinstance(axis, bool) else -1
         tag = layout.tags[at]
         if tag == "K":
-            return layout
+            return dataclasses.replace(layout, turned=True)
         if len([n for n, size in enumerate(dims(first)) if size != 1]) <= 1:
             return dataclasses.replace(layout, tags=tuple("P" for _ in layout.tags))
         raise Changed("moves them to other tokens")
 
     def _viewed(self, node: fx.Node, first: fx.Node, layout: Layout) -> Layout:
-        if value(node).dtype is not value(first).dtype:
+        if not is_tensor(first) or value(node).dtype is not value(first).dtype:
             raise Changed("reads their bits as other numbers")
         before, after = dims(first), dims(node)
         kept = [(tag, size) for tag, size in zip(layout.tags, before, strict=True) if size != 1]
@@ -287,7 +317,9 @@ class Unchanged:
         layout = self._known(indices[0])
         if len(dims(node)) < len(layout.tags):
             raise Changed("makes something else of them")
-        return dataclasses.replace(layout, tags=layout.tags + ("N",) * (len(dims(node)) - len(layout.tags)), offset=0)
+        self.indexes(node, indices[0])
+        tags = layout.tags + ("N",) * (len(dims(node)) - len(layout.tags))
+        return dataclasses.replace(layout, tags=tags, offset=0, marks=())
 
     def _taken(self, node: fx.Node, name: str, source: fx.Node, layout: Layout) -> Layout:
         indices = [n for n in self._flow.inputs(node) if n is not source and is_tensor(n)]
@@ -296,8 +328,8 @@ class Unchanged:
                 raise Changed("picks some of them by an index that is not their own order")
             axis = argument(node, 2 if name == "take_along_dim" else 1, "dim")
             if name == "gather" and isinstance(axis, int) and layout.tags[axis % len(layout.tags)] == "K":
-                return layout
-            return Layout(("P",) * len(dims(node)), layout.columns, layout.offset, layout.scale)
+                return dataclasses.replace(layout, turned=True)
+            return dataclasses.replace(layout, tags=("P",) * len(dims(node)))
         index = node.args[1] if isinstance(node.args[1], tuple | list) else (node.args[1],)
         shape, tags, columns = dims(source), [], layout.columns
         used = sum(1 for i in index if i is not None and i is not Ellipsis)
@@ -339,7 +371,8 @@ class Unchanged:
         columns = tuple(c for _, layout in held for c in layout.columns)
         if len(set(columns)) != len(columns):
             raise Changed("repeats a choice")
-        first = held[0][1]
+        marks = tuple(dict.fromkeys(mark for _, layout in held for mark in layout.marks))
+        first = dataclasses.replace(held[0][1], marks=marks)
         if name == "stack":
             if any(layout.tags != first.tags for _, layout in held) or "K" in first.tags or "P" in first.tags:
                 raise Changed("joins what does not belong to the same tokens")
@@ -375,7 +408,9 @@ class Unchanged:
             raise Changed("does not keep their numbers")
         if name in ("add", "sub"):
             step = 0 if number is None else number if name == "add" else -number
-            return dataclasses.replace(layout, offset=layout.offset + step)
+            moved = dataclasses.replace(layout, offset=layout.offset + step)
+            return self._marked(node, moved, lambda seen: None if number is None else seen + step)
+        layout = self._marked(node, layout, lambda seen: seen if name == "mul" and seen < 0 else None)
         if name == "mul":
             if other is not None and isinstance(value(other), torch.SymInt):  # a capacity that depends on the tokens
                 return dataclasses.replace(layout, scale=True)
@@ -413,59 +448,64 @@ class Unchanged:
         harmless = (low is None or (low <= 0 and layout.offset >= 0)) and (
             high is None or (isinstance(experts, int) and high >= experts - 1 + layout.offset)
         )
-        assert source is not None
-        if not harmless and not self._compared(source):
-            raise Changed("makes one of several of them, and their weights stay")
-        return layout
+        if not harmless:
+            how = "makes one of several of them, and their weights stay"
+            self.drops.append(Drop(node, node, None, True, how))
+        return self._marked(node, layout, lambda number: _clamp(number, low, high))
 
-    def _compared(self, ids: fx.Node) -> bool:
-        """Whether what an id is compared with decides about its weight: choices past the experts, or of another rank."""
-        stack, seen = [ids], {ids}
-        while stack and len(seen) < _STEPS:
-            top = stack.pop()
-            for user in self._flow.users(top):
-                if spelling(user) in ("gt", "ge", "lt", "le", "eq", "ne") and self._tells_weights(user):
-                    return True
-            for source in self._flow.inputs(top):
-                if source not in seen and (self._holds(source) or source in self._starts):
-                    seen.add(source)
-                    stack.append(source)
-        return False
+    def _marked(self, node: fx.Node, layout: Layout, new: Callable[[Any], Any]) -> Layout:
+        """What an operator makes of the numbers that are no expert's: others that are none, or an expert's (None: not known)."""
+        kept = []
+        for mark in layout.marks:
+            number = new(mark.number)
+            if number is not None and self._outside(number, layout):
+                kept.append(dataclasses.replace(mark, number=number))
+            else:
+                how = "makes an expert of what marks some of them, and their weights stay"
+                self.drops.append(Drop(node, mark.at, mark.condition, mark.holds, how))
+        return dataclasses.replace(layout, marks=tuple(kept))
 
-    def _condition(self, node: fx.Node) -> fx.Node | None:
-        return self._flow.operand(node, node.args[1] if node.op == "call_method" else argument(node, 0, "condition"))
+    def indexes(self, node: fx.Node, ids: fx.Node) -> None:
+        """`source[ids]`, where a number below 0 counts from the end: an expert's."""
+        if (layout := self.layouts.get(ids)) is not None and spelling(node) == "getitem":
+            self._marked(ids, layout, lambda number: None if number < 0 else number)
 
-    def _chosen_from(self, node: fx.Node) -> list[Any]:
-        if node.op == "call_method":
-            return [node.args[0], argument(node, 2, "other")]
-        return [argument(node, 1, "input", "self"), argument(node, 2, "other")]
-
-    def _replaced(self, node: fx.Node, given: list[Any], condition: fx.Node | None) -> Layout:
-        """Some ids are replaced with a number: it is no expert's, or the weight goes, too."""
+    def _replaced(self, node: fx.Node) -> Layout:
+        """`where`: some ids are replaced with a number."""
+        method = node.op == "call_method"
+        condition = self._flow.operand(node, node.args[1] if method else argument(node, 0, "condition"))
+        given = [node.args[0] if method else argument(node, 1, "input", "self"), argument(node, 2, "other")]
         held = [
             n for g in given if (n := self._flow.operand(node, g)) is not None and (self._holds(n) or n in self._starts)
         ]
         if len(held) != 1 or condition is None:
             raise Changed("takes one or another of them")
-        layout = self._known(held[0])
         rest = [g for g in given if self._flow.operand(node, g) is not held[0]]
         if dims(node) != dims(held[0]) or len(rest) != 1:
             raise Changed("takes another value for some of them")
-        return self._filled(layout, condition, rest[0])
+        return self._filled(node, held[0], condition, rest[0] is given[0], rest[0])
 
-    def _filled(self, layout: Layout, condition: fx.Node, given: Any) -> Layout:
-        fill = number_of(given)
+    def _filled(self, node: fx.Node, source: fx.Node, condition: fx.Node, holds: bool, given: Any) -> Layout:
+        """Some ids are replaced with a number: it is no expert's, or their weights have to be 0."""
+        layout, fill = self._known(source), number_of(given)
         if layout.scale and isinstance(given, fx.Node) and isinstance(value(given), torch.SymInt):
             return layout  # the slot of what was dropped, behind those of all experts
         if fill is None:
             raise Changed("takes another value for some of them")
-        if self._outside(fill, layout) or self._tells_weights(condition):
-            return layout
         tested = self._source(condition)
-        one = spelling(condition) == "eq" and isinstance(argument(condition, 1, "other"), int)
-        if one and tested is not None and self._holds(tested) and self._free(fill, layout):
-            return layout  # one id gets a number that no other has
-        raise Changed(f"puts expert {fill} in the place of some of them")
+        one = holds and spelling(condition) == "eq" and isinstance(argument(condition, 1, "other"), int)
+        beside = tested is not None and self._beside(tested, layout)
+        renumbered = one and beside and self._free(fill, layout)
+        if not renumbered and not self._outside(fill, layout):  # one id may get a number that no other has
+            how = f"puts expert {fill} in the place of some of them"
+            self.drops.append(Drop(node, node, condition, holds, how))
+        elif not renumbered:
+            return dataclasses.replace(layout, marks=(*layout.marks, Mark(fill, node, condition, holds)))
+        return layout
+
+    def _beside(self, ids: fx.Node, layout: Layout) -> bool:
+        known = self.layouts.get(ids)
+        return known is not None and (known.tags, known.columns) == (layout.tags, layout.columns)
 
     def _free(self, fill: int | float, layout: Layout) -> bool:
         return isinstance(self._experts, int) and not layout.offset <= fill < layout.offset + self._experts
@@ -474,7 +514,7 @@ class Unchanged:
         """Whether a number is no expert's: it marks what was dropped, or a shared expert."""
         if not isinstance(fill, int | float) or not isinstance(self._experts, int):
             return False
-        return layout.scale or (not 0 <= fill < self._experts and not 0 <= fill - layout.offset < self._experts)
+        return not 0 <= fill < self._experts and (layout.scale or not 0 <= fill - layout.offset < self._experts)
 
     def _written(self, node: fx.Node, name: str) -> Layout:
         target = self._source(node)
@@ -485,13 +525,27 @@ class Unchanged:
         condition = self._flow.operand(node, index)
         if condition is None or not is_tensor(condition) or value(condition).dtype != torch.bool:
             raise Changed("writes over some of them")
-        return self._filled(self._known(target), condition, filled)
+        return self._filled(node, target, condition, True, filled)
 
     def _copied(self, node: fx.Node) -> Layout:
         source = self._source(node, 1, "src", "other")
         if source is None or dims(source) != dims(node):
             raise Changed("writes over them")
         return self._known(source)
+
+
+def first_layout(ids: fx.Node, k_dim: int | None) -> Layout:
+    """The layout of a selection's ids, whose dimension `k_dim` holds a token's choices; None if none does."""
+    shape = dims(ids)
+    if k_dim is None or not shape or not isinstance(shape[k_dim % len(shape)], int):
+        return Layout(("T",) * len(shape), (0,))
+    at = k_dim % len(shape)
+    return Layout(tuple("K" if i == at else "T" for i in range(len(shape))), tuple(range(shape[at])))
+
+
+def _clamp(number: Any, low: Any, high: Any) -> Any:
+    number = number if low is None else max(number, low)
+    return number if high is None else min(number, high)
 
 
 def number_of(given: Any) -> int | float | None:

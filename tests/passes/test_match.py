@@ -147,7 +147,7 @@ def test_physical_ids_are_not_recorded() -> None:
     "change",
     [
         lambda m, ids: ids.add_(1),
-        lambda m, ids: ids.__setitem__(ids > 3, -1),
+        lambda m, ids: ids.__setitem__(ids > 3, E),
         lambda m, ids: ids.copy_(m.physical[ids]),
         lambda m, ids: ids[:, 1:].fill_(E),
     ],
