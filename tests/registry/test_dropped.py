@@ -145,7 +145,6 @@ def test_numbers_that_become_an_experts(name: str) -> None:
         lambda ids, c: ids.masked_fill(~c, 0),
         lambda ids, c: ids.masked_fill(c, 0).masked_fill(ids > 5, 0),
         lambda ids, c: ids.clamp(max=5),
-        lambda ids, c: where(ids == 3, ids, 9),
     ],
 )
 def test_weights_that_are_zeroed_for_other_choices(safe: Callable[[Tensor, Tensor], Tensor]) -> None:
