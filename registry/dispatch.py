@@ -44,7 +44,7 @@ from r3_pass.registry.dispatched import Dispatch
 from r3_pass.registry.dropped import without_weight
 from r3_pass.registry.order import out_of_order
 from r3_pass.registry.scores import Root
-from r3_pass.registry.unchanged import Unchanged
+from r3_pass.registry.unchanged import Unchanged, number_of
 
 IDS, MASK, PERM, SEL, TOK, PROD = "IDS", "MASK", "PERM", "SEL", "TOK", "PROD"
 
@@ -57,6 +57,15 @@ _REARRANGE = frozenset({
 })  # fmt: skip
 _SHAPED = frozenset({"view", "expand", "expand_as", "type_as", "to", "sum_to_size"})
 _JOINS = frozenset({"where", "or", "maximum", "add", "setitem", "masked_scatter", "scatter", "index_put"})
+_KEEPS_MASKS = _REARRANGE | {
+    "getitem", "select", "narrow", "slice", "unbind", "chunk", "split", "tensor_split", "split_with_sizes", "cat", "stack",
+    "movedim", "t", "T", "mT", "bool", "double", "short", "char", "int", "expand_as", "broadcast_to", "repeat_interleave", "sum",
+    "amax", "max", "any", "mean", "cumsum", "bincount", "histc", "and", "or", "not", "mul", "div", "add", "sub", "eq", "ne", "gt",
+    "ge", "lt", "le", "masked_fill", "where", "setitem", "index_put", "scatter", "scatter_add", "scatter_reduce", "index_add",
+    "index_copy", "index_select", "gather", "take_along_dim", "embedding", "take", "nonzero", "argwhere", "masked_select",
+    "softmax", "log", "relu", "clamp", "clamp_min", "clamp_max", "clip", "normalize", "dropout", "maximum", "minimum", "copy",
+    "convert_element_type", "alias", "numel", "item", "tolist", *CONTRACTIONS,
+}  # fmt: skip
 _COUNTS = frozenset({"cumsum", "bincount", "histc"})
 _GROUPED = frozenset(["grouped_mm"])
 _MIXING = frozenset(
@@ -514,6 +523,8 @@ class _Follow:
         if how := self._another_mask(node, user, name):
             self.other_masks[user] = f"{name} ({user.name}) {how}"
             self.mask_of.setdefault(user, set()).add(node)
+        if name == "div" and self.flow.operand(user, user.args[1]) is node and any(self._depends(n) for n in others):
+            return  # a sum that weights are divided by
         for result in (user, *(() if is_tensor(user) else self.flow.users(user))):
             self._turned(result, turned)
         if turned and (name in CONTRACTIONS or name in ("nonzero", "argwhere", "masked_select") or is_opaque(user)):
@@ -567,12 +578,13 @@ class _Follow:
                     self._weighs(user, partner, origin)
 
     def _another_mask(self, node: fx.Node, user: fx.Node, name: str) -> str:
-        """How an operator makes of a mask one that says something else than who was chosen; "" if it does not."""
+        """How an operator makes of a mask one that says something else than who was chosen; "" if it is known not to."""
         given = [self.flow.operand(user, a) for a in user.args[:2]]
         others = self._others(user, node)
-        number = next((a for a in user.args[:2] if isinstance(a, int | float) and not isinstance(a, bool)), None)
-        if name in ("xor", "bitwise_xor", "logical_xor", "abs", "neg"):
-            return "does not keep who was chosen"
+        numbers = [number_of(a) for a in user.args[:2]]
+        number = next((n for n in numbers if n is not None and not isinstance(n, bool)), None)
+        if name in CREATION or is_opaque(user) or name in _GROUPED or name in _SELECTIONS:
+            return ""
         if name == "sub":
             reverse = "rsub" in str(user.target)
             first = given[0] if given else None
@@ -583,10 +595,14 @@ class _Follow:
         if node in self.shifted:
             if name in ("mul", "div", *_REARRANGE):
                 self.shifted.add(user)
-            elif name not in ("add", "sub", *CREATION):
+            elif name not in ("add", "sub"):
                 return "does not keep who was chosen"
         if name == "mul" and number is not None and number < 0:
             return "turns chosen and not chosen about"
+        if name == "add" and number is not None and number > 0 and node not in self.shifted:
+            return "gives weight to those that were not chosen"
+        if name in ("clamp", "clamp_min", "clip") and argument(user, 1, "min") not in (None, 0):
+            return "gives weight to those that were not chosen"
         if name in ("add", "sub") and argument(user, 2, "alpha", default=1) != 1:
             return "takes those that were chosen away from the others"
         if name == "ne" and not (len(user.args) > 1 and _is_zero(user.args[1])):
@@ -600,9 +616,49 @@ class _Follow:
             plain = [b for b in branches if _is_zero(b) or _is_low(b)]
             if not plain and not any(self._beyond(n) for n in others):
                 return "takes one or another value by them"
+        if name in ("masked_fill", "setitem", "index_put") and node in given[1:] + self._index_of(user):
+            filled = argument(user, 2, "value", "values")
+            if number_of(filled) is None and not any(self._beyond(n) for n in others):
+                return "writes another value over those that were chosen"
         if name in _JOINS and any(self._thresholded(n) for n in others):
             return "joins them with experts that a threshold chose"
-        return ""
+        if out_of_order(self.flow, user) or self._shuffled(node, user, name):
+            return "moves them to other tokens or experts"
+        return "" if name in _KEEPS_MASKS else "is not known to keep who was chosen"
+
+    def _index_of(self, user: fx.Node) -> list[fx.Node | None]:
+        index = user.args[1] if len(user.args) > 1 else None
+        return [self.flow.operand(user, i) for i in index] if isinstance(index, tuple | list) else []
+
+    def _shuffled(self, node: fx.Node, user: fx.Node, name: str) -> bool:
+        """Whether a mask is indexed by what is not made of the ids: rows of other tokens, or columns of other experts."""
+        if name in ("getitem", "select", "narrow") and is_tensor(node) and not self._others(user, node):
+            sizes = {
+                s
+                for n in self.starts
+                for at, s in enumerate(dims(n))
+                if self.k_dim is None or at != self.k_dim % len(dims(n))
+            }
+            before, after = list(dims(node)), list(dims(user))
+            if any(before.count(s) > after.count(s) for s in sizes - {1, self.experts}):
+                return True
+        if name not in _PICKING or self.flow.operand(user, user.args[0]) is not node:
+            return name in ("cat", "stack") and self._crossed(user)
+        if name == "getitem":
+            index = user.args[1] if isinstance(user.args[1], tuple) else (user.args[1],)
+            if any(isinstance(i, list) for i in index):
+                return True
+        indices = [n for n in self.flow.inputs(user) if n is not node and is_tensor(n)]
+        return bool(indices) and not any(self.labels.get(n) for n in indices)
+
+    def _crossed(self, user: fx.Node) -> bool:
+        """Whether pieces of one value are joined in another order than they had."""
+        parts = argument(user, 0, "tensors")
+        pieces = [self.flow.operand(user, p) for p in parts] if isinstance(parts, tuple | list) else []
+        cut = [p.args for p in pieces if p is not None and spelling(p) == "getitem" and not is_tensor(p.args[0])]
+        whole = {source for source, *_ in cut}
+        numbers = [number for _, number in cut]
+        return len(cut) == len(pieces) > 1 and (len(whole) > 1 or numbers != sorted(numbers))  # type: ignore[type-var]
 
     def _thresholded(self, node: fx.Node) -> bool:
         """Whether a value is made of scores by comparing them with something, without a selection between."""
@@ -648,7 +704,8 @@ class _Follow:
         if name == "sub":
             return not isinstance(user.args[0], fx.Node)
         if name in ("eq", "lt", "le"):
-            return not any(is_tensor(n) for n in self._others(user, node)) and (name != "eq" or _is_zero(user.args[1]))
+            known = number_of(argument(user, 1, "other")) is not None
+            return known and (name != "eq" or _is_zero(argument(user, 1, "other")))
         place = {"masked_fill": (1, 2), "where": (0, 1), "setitem": (1, 2), "index_put": (1, 2)}.get(name)
         if place is None or (name == "where" and user.op == "call_method"):
             return False
@@ -806,29 +863,14 @@ def _reached(ends: Iterable[fx.Node], before: dict[fx.Node, set[fx.Node]]) -> se
     return seen
 
 
-def _filling(given: Any) -> Any:
-    """The number that fills a tensor, or that a tensor of one value has; None if there is no one number."""
-    if not isinstance(given, fx.Node):
-        return given if isinstance(given, int | float) else None
-    name = spelling(given)
-    if name in ("zeros", "zeros_like", "new_zeros"):
-        return 0
-    if name in ("ones", "ones_like", "new_ones"):
-        return 1
-    if name in ("full", "full_like", "new_full"):
-        found = argument(given, 2 if name == "new_full" else 1, "fill_value")
-        return found if isinstance(found, int | float) else None
-    return None
-
-
 def _is_zero(given: Any) -> bool:
-    return bool(_filling(given) == 0)
+    return number_of(given) == 0
 
 
 def _is_low(given: Any) -> bool:
     """-inf, or what stands for it: any number below what a score that is kept has."""
-    found = _filling(given)
-    return bool(found is not None and found < 0)
+    found = number_of(given)
+    return found is not None and found < 0
 
 
 def _picks_along_a_dimension(node: fx.Node) -> bool:
