@@ -182,7 +182,7 @@ class _Follow:
         self.found.used = _reached(self.found.direct, self.parents)
         alive = _reached(self.found.events, self.came)
         for node in sorted(self.came, key=self.flow.order.__getitem__):
-            if spelling(node) in _COUNTS or self.came[node] & self.counted:
+            if spelling(node) in _COUNTS or self.came[node] & self.counted or self._adds_tokens_up(node):
                 self.counted.add(node)
         self.found.masks = {
             n: how
@@ -632,16 +632,9 @@ class _Follow:
 
     def _shuffled(self, node: fx.Node, user: fx.Node, name: str) -> bool:
         """Whether a mask is indexed by what is not made of the ids: rows of other tokens, or columns of other experts."""
-        if name in ("getitem", "select", "narrow") and is_tensor(node) and not self._others(user, node):
-            sizes = {
-                s
-                for n in self.starts
-                for at, s in enumerate(dims(n))
-                if self.k_dim is None or at != self.k_dim % len(dims(n))
-            }
-            before, after = list(dims(node)), list(dims(user))
-            if any(before.count(s) > after.count(s) for s in sizes - {1, self.experts}):
-                return True
+        cut = name in ("getitem", "select", "narrow") and is_tensor(node) and not self._others(user, node)
+        if cut and self._without_tokens(node, user):
+            return True
         if name not in _PICKING or self.flow.operand(user, user.args[0]) is not node:
             return name in ("cat", "stack") and self._crossed(user)
         if name == "getitem":
@@ -650,6 +643,22 @@ class _Follow:
                 return True
         indices = [n for n in self.flow.inputs(user) if n is not node and is_tensor(n)]
         return bool(indices) and not any(self.labels.get(n) for n in indices)
+
+    def _without_tokens(self, node: fx.Node, user: fx.Node) -> bool:
+        """Whether a dimension of tokens is gone, or shorter."""
+        tokens = {
+            size
+            for ids in self.starts
+            for at, size in enumerate(dims(ids))
+            if self.k_dim is None or at != self.k_dim % len(dims(ids))
+        }
+        before, after = list(dims(node)), list(dims(user))
+        return any(before.count(size) > after.count(size) for size in tokens - {1, self.experts})
+
+    def _adds_tokens_up(self, node: fx.Node) -> bool:
+        """Whether a mask is counted over tokens."""
+        source = self.flow.operand(node, node.args[0]) if node.args and spelling(node) == "sum" else None
+        return source is not None and MASK in self.labels.get(source, ()) and self._without_tokens(source, node)
 
     def _crossed(self, user: fx.Node) -> bool:
         """Whether pieces of one value are joined in another order than they had."""
