@@ -8,6 +8,9 @@ from torch import fx
 
 from r3_pass.registry.dataflow import dims
 
+IDS, MASK, PERM, SEL, TOK, PROD = "IDS", "MASK", "PERM", "SEL", "TOK", "PROD"
+"""What a value is followed as: see `dispatch`; PROD is a SEL that was multiplied with the token, and not added up yet."""
+
 
 @dataclasses.dataclass
 class Dispatch:

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from r3_pass.registry.dataflow import DataFlow, argument, dims, fills, is_opaque, is_tensor, spelling, value
+from r3_pass.registry.numbers import number_of
 
 _SAME = frozenset({
     "to", "type", "type_as", "float", "double", "half", "bfloat16", "long", "int", "short", "char", "contiguous", "clone",
@@ -546,24 +547,6 @@ def first_layout(ids: fx.Node, k_dim: int | None) -> Layout:
 def _clamp(number: Any, low: Any, high: Any) -> Any:
     number = number if low is None else max(number, low)
     return number if high is None else min(number, high)
-
-
-def number_of(given: Any) -> int | float | None:
-    """The one number that an argument is, or that a tensor made in the graph is full of; None if it is not known."""
-    if not isinstance(given, fx.Node):
-        return given if isinstance(given, int | float) else None
-    name = spelling(given)
-    if name in ("zeros", "zeros_like", "new_zeros"):
-        return 0
-    if name in ("ones", "ones_like", "new_ones"):
-        return 1
-    if name in ("full", "full_like", "new_full"):
-        found = argument(given, 2 if name == "new_full" else 1, "fill_value")
-        return found if isinstance(found, int | float) else None
-    if name in ("tensor", "scalar_tensor"):
-        found = argument(given, 0, "data")
-        return found if isinstance(found, int | float) else None
-    return None
 
 
 def moved_order(node: fx.Node, name: str, rank: int) -> list[int] | None:

@@ -16,7 +16,8 @@ import torch
 from torch import fx
 
 from r3_pass.registry.dataflow import DataFlow, argument, dims, is_inplace, is_tensor, spelling, value
-from r3_pass.registry.unchanged import PIECES, Changed, Layout, Unchanged, number_of
+from r3_pass.registry.numbers import is_zero
+from r3_pass.registry.unchanged import PIECES, Changed, Layout, Unchanged
 
 _MOVES = frozenset({
     "view", "contiguous", "clone", "detach", "alias", "transpose", "permute", "t", "T", "mT", "expand", "select", "narrow",
@@ -61,10 +62,10 @@ class Zeroed(Unchanged):
         if name == "mul":
             return self.known.get(source) is False and source in given
         if name == "masked_fill":
-            return given[1] is source and self.known.get(source) is True and _zero(argument(node, 2, "value"))
+            return given[1] is source and self.known.get(source) is True and is_zero(argument(node, 2, "value"))
         if name == "where" and given[0] is source and self.known.get(source) is not None:
             taken = argument(node, 1, "input", "self") if self.known[source] else argument(node, 2, "other")
-            return _zero(taken)
+            return is_zero(taken)
         return False
 
     def _lies_beside(self, node: fx.Node) -> bool:
@@ -115,7 +116,7 @@ class Zeroed(Unchanged):
             and value(sources[0]).dtype == torch.bool
         ):
             return not first, given[:1]
-        if name in ("eq", "ne") and first is not None and _zero(argument(node, 1, "other")):
+        if name in ("eq", "ne") and first is not None and is_zero(argument(node, 1, "other")):
             return first if name == "ne" else not first, given[:1]
         if name in ("mul", "and") and False in known[:2]:
             return False, [given[known.index(False)]]
@@ -123,7 +124,7 @@ class Zeroed(Unchanged):
             return True, [given[known.index(True)]]
         if (name, *known[:2]) in (("and", True, True), ("or", False, False)):
             return known[0], given[:2]
-        if name in ("div", "masked_fill") and first is False and (name == "div" or _zero(argument(node, 2, "value"))):
+        if name in ("div", "masked_fill") and first is False and (name == "div" or is_zero(argument(node, 2, "value"))):
             return False, given[:1]
         if name in ("masked_fill", "where"):
             by = [n for n in sources if self.zeroes(node, n)]
@@ -181,7 +182,3 @@ def _spread(layout: Layout, before: Sequence[Any], after: Sequence[Any]) -> Layo
         return None
     fits = all(tag == "N" or old == new for tag, old, new in zip(layout.tags, before, after[added:], strict=True))
     return dataclasses.replace(layout, tags=("N",) * added + layout.tags) if fits else None
-
-
-def _zero(given: Any) -> bool:
-    return number_of(given) == 0
