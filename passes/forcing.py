@@ -34,8 +34,8 @@ from r3_pass.registry.dataflow import (
     written,
 )
 from r3_pass.registry.form import Selection
+from r3_pass.registry.operators import COMPARISONS
 
-_COMPARISONS = frozenset({"eq", "ne", "gt", "ge", "lt", "le", "isin", "isclose"})
 _PICKS = frozenset({"gather", "take_along_dim", "getitem", "index_select"})
 _SELECTS = frozenset({"max", "min", "amax", "amin", "topk", "sort", "msort", "kthvalue", "cummax", "median"})
 _LAYOUT = frozenset({"view", "transpose", "permute", "movedim", "t", "contiguous", "clone", "detach", "to", "float",
@@ -310,7 +310,7 @@ class _Plan:
             if any(s not in reached and s not in self.ids and self.flow.kind(s) == "data" for s in self.flow.inputs(n))
         }
         for node in self._sorted(self._forward(mixed, self.members)):
-            if spelling(node) in _COMPARISONS and not self._stays_with_ids(node):
+            if spelling(node) in (*COMPARISONS, "isclose") and not self._stays_with_ids(node):
                 why = f"{spelling(node)} ({node.name}) compares the scores of the chosen with those of all experts"
                 raise Unprovable(why + ": a choice of its own, which the given ids do not decide")
 

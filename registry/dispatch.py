@@ -40,13 +40,12 @@ from r3_pass.registry.dataflow import (
 )
 from r3_pass.registry.dispatched import IDS, MASK, PERM, PROD, SEL, TOK, Dispatch
 from r3_pass.registry.experts import picks_along_a_dimension, scores_a_choice
-from r3_pass.registry.masks import GROUPED, PICKING
 from r3_pass.registry.numbers import is_low, is_zero
-from r3_pass.registry.origins import REARRANGE, SELECTIONS, others
-from r3_pass.registry.scores import Root
+from r3_pass.registry.operators import COMPARISONS, GROUPED, PICKS, REARRANGE, SELECTIONS
+from r3_pass.registry.origins import others
+from r3_pass.registry.trace import Root
 from r3_pass.registry.trail import Rule, Trail
 
-_COMPARISONS = frozenset(["eq", "ne", "gt", "ge", "lt", "le", "isin"])
 _SHAPED = frozenset({"view", "expand", "expand_as", "type_as", "to", "sum_to_size"})
 _LEFT_OUT = "they name the experts that are left out, not those that are chosen"
 _BOUNDS = frozenset({
@@ -95,7 +94,7 @@ class _Follow(Trail):
             if name == "msort":
                 self._ids_go(node, user, origin)
             return
-        if name in _COMPARISONS or name in ("one_hot", "bincount", "histc", "bucketize"):
+        if name in COMPARISONS or name in ("one_hot", "bincount", "histc", "bucketize"):
             self.masks.mark(user, name == "ne")
             self._go(user, MASK, origin)
             return
@@ -114,7 +113,7 @@ class _Follow(Trail):
         ):
             self._scattered(node, user, name, origin)
             return
-        if name in PICKING and self._picks(node, user, name, origin):
+        if name in PICKS and self._picks(node, user, name, origin):
             return
         if name in SELECTIONS or name in CONTRACTIONS or name in CREATION:
             return
@@ -275,7 +274,7 @@ class _Follow(Trail):
         if is_opaque(user):
             self._fused(node, user, origin)
             return
-        if name in PICKING:
+        if name in PICKS:
             source = self.flow.operand(user, argument(user, 1 if name == "embedding" else 0, "input", "self"))
             if source is node:
                 self._go(user, PERM, origin)

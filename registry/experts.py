@@ -7,7 +7,7 @@ from typing import Any
 from torch import fx
 
 from r3_pass.registry.dataflow import CONTRACTIONS, DataFlow, dims, is_opaque, is_tensor, spelling
-from r3_pass.registry.origins import SELECTIONS
+from r3_pass.registry.operators import SELECTIONS
 
 _SCORING = frozenset({
     "softmax", "log_softmax", "sigmoid", "add", "mul", "div", "to", "float", "view", "masked_fill", "tanh", "exp", "getitem",

@@ -15,12 +15,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from r3_pass.registry.dataflow import DataFlow, argument, dims, is_inplace, is_tensor, spelling, value
 from r3_pass.registry.numbers import number_of
+from r3_pass.registry.operators import CASTS
 
 _ARITHMETIC = frozenset({
     "add", "sub", "mul", "floordiv", "mod", "eq", "ne", "gt", "ge", "lt", "le", "and", "or", "not", "xor", "where", "masked_fill",
     "clamp", "clamp_min", "clamp_max", "clip",
 })  # fmt: skip
-_CASTS = frozenset({"to", "long", "int", "float", "type_as", "half", "bfloat16", "double", "convert_element_type"})
 _LAYOUTS = frozenset({"view", "contiguous", "clone", "detach", "alias"})
 _MAX_VALUES = 4096
 
@@ -45,9 +45,9 @@ def _run(flow: DataFlow, node: fx.Node, tables: dict[fx.Node, Tensor]) -> Tensor
     name = spelling(node)
     if not is_tensor(node) or is_inplace(node) or node.kwargs.get("out") is not None:
         return None
-    if name in _LAYOUTS or name in _CASTS:
+    if name in _LAYOUTS or name in CASTS:
         source = flow.operand(node, argument(node, 0, "input", "self"))
-        if source not in tables or (name in _CASTS and dims(source) != dims(node)):
+        if source not in tables or (name in CASTS and dims(source) != dims(node)):
             return None
         if name in _LAYOUTS and value(source).dtype is not value(node).dtype:
             return None  # view(dtype): the same bits, other numbers

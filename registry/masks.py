@@ -23,11 +23,10 @@ from r3_pass.registry.dataflow import (
 )
 from r3_pass.registry.dispatched import MASK
 from r3_pass.registry.numbers import is_low, is_zero, number_of
+from r3_pass.registry.operators import GROUPED, PICKS, REARRANGE, SELECTIONS
 from r3_pass.registry.order import out_of_order
-from r3_pass.registry.origins import REARRANGE, SELECTIONS, Origins, others
+from r3_pass.registry.origins import Origins, others
 
-PICKING = frozenset(["getitem", "embedding", "index_select", "gather", "take_along_dim", "take"])
-GROUPED = frozenset(["grouped_mm"])
 _JOINS = frozenset({"where", "or", "maximum", "add", "setitem", "masked_scatter", "scatter", "index_put"})
 _KEEPS_MASKS = REARRANGE | {
     "getitem", "select", "narrow", "slice", "unbind", "chunk", "split", "tensor_split", "split_with_sizes", "cat", "stack",
@@ -153,7 +152,7 @@ class Masks:
         cut = name in ("getitem", "select", "narrow") and is_tensor(node) and not others(self.flow, user, node)
         if cut and self._without_tokens(node, user):
             return True
-        if name not in PICKING or self.flow.operand(user, user.args[0]) is not node:
+        if name not in PICKS or self.flow.operand(user, user.args[0]) is not node:
             return name in ("cat", "stack") and self._crossed(user)
         if name == "getitem":
             index = user.args[1] if isinstance(user.args[1], tuple) else (user.args[1],)

@@ -7,13 +7,9 @@ from collections.abc import Sequence
 from torch import fx
 
 from r3_pass.registry.dataflow import DataFlow, is_tensor, spelling, value
-from r3_pass.registry.scores import Root
+from r3_pass.registry.operators import REARRANGE, SELECTIONS
+from r3_pass.registry.trace import Root
 
-SELECTIONS = frozenset(["topk", "argmax", "argmin", "max", "min", "kthvalue", "multinomial", "argsort", "sort"])
-REARRANGE = frozenset({
-    "view", "transpose", "permute", "expand", "contiguous", "clone", "detach", "to", "type_as", "float", "half",
-    "bfloat16", "long", "int", "repeat",
-})  # fmt: skip
 _UNCHANGED = REARRANGE | {"getitem", "cat", "stack", "gather", "roll", "flip", "index_select", "narrow", "select"}
 
 

@@ -30,9 +30,9 @@ from r3_pass.registry.dispatch import follow_ids
 from r3_pass.registry.dispatched import Dispatch
 from r3_pass.registry.dropped import downstream, everywhere
 from r3_pass.registry.id_tables import function_tables
+from r3_pass.registry.layout import first_layout
 from r3_pass.registry.numbers import number_of
-from r3_pass.registry.scores import Root
-from r3_pass.registry.unchanged import first_layout
+from r3_pass.registry.trace import Root
 from r3_pass.registry.weighed import all_weighed
 from r3_pass.registry.zeroed import Zeroed
 

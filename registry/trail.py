@@ -15,7 +15,7 @@ from r3_pass.registry.experts import Experts
 from r3_pass.registry.masks import Masks
 from r3_pass.registry.mixing import mixing
 from r3_pass.registry.origins import Origins
-from r3_pass.registry.scores import Root
+from r3_pass.registry.trace import Root
 from r3_pass.registry.unchanged import Unchanged
 
 Rule = Callable[[fx.Node, fx.Node, str, fx.Node], None]

@@ -16,19 +16,18 @@ import torch
 from torch import fx
 
 from r3_pass.registry.dataflow import DataFlow, argument, dims, is_inplace, is_tensor, spelling, value
+from r3_pass.registry.laid import Laid
+from r3_pass.registry.layout import Changed, Layout
 from r3_pass.registry.numbers import is_zero
-from r3_pass.registry.unchanged import PIECES, Changed, Layout, Unchanged
+from r3_pass.registry.operators import CASTS, PIECES
 
 _MOVES = frozenset({
     "view", "contiguous", "clone", "detach", "alias", "transpose", "permute", "t", "T", "mT", "expand", "select", "narrow",
     "getitem", "index_select", "take",
 })  # fmt: skip
-_CASTS = frozenset(
-    {"to", "float", "type_as", "half", "bfloat16", "double", "convert_element_type", "int", "long", "bool"}
-)
 
 
-class Zeroed(Unchanged):
+class Zeroed(Laid):
     """Layouts of all values that lie beside a selection's choices, and what they are where these are dropped.
 
     Args:
@@ -46,8 +45,7 @@ class Zeroed(Unchanged):
         functions: Mapping[fx.Node, bool | None],
         is_ids: Callable[[fx.Node], bool],
     ) -> None:
-        super().__init__(flow, [], None, None, self._lies_beside, self._is_order)
-        self.layouts = dict(layouts)
+        super().__init__(flow, layouts, self._lies_beside, self._is_order)
         self.known: dict[fx.Node, bool | None] = dict(known)
         self.orders: set[fx.Node] = set()
         self._functions, self._is_ids = functions, is_ids
@@ -106,7 +104,7 @@ class Zeroed(Unchanged):
             raise Changed("does not lie beside them")
         known = [None if n is None else self.known.get(n) for n in given]
         first = known[0]
-        if name in _CASTS and first is not None:
+        if name in (*CASTS, "bool") and first is not None:
             exact = not value(sources[0]).dtype.is_floating_point or value(node).dtype.is_floating_point
             return (first if exact or first is False else None), given[:1]
         if (

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import r3_pass.passes
-from r3_pass.passes.match import is_weight, layer_in_path, match
+from r3_pass.passes.match import is_weight, match
+from r3_pass.passes.places import layer_in_path
 from r3_pass.passes.site import Accepted, Match, Rejected
 from r3_pass.registry.dataflow import dims
 
