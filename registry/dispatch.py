@@ -18,6 +18,9 @@ and dispatch is proved by one of these events:
 
 Where they pick tokens, positions, rows that are only added up, or are counted or returned, nothing is proved. Ids that leave
 through a graph break prove nothing here and are said to escape: the model's structure has to confirm them.
+
+This file has the rules. `trail` follows and judges; whether ids are still the selection's is `unchanged`'s and `mixing`'s, whether
+those whose place an expert's number took have no weight `dropped`'s, and what a mask says `masks`'.
 """
 
 from __future__ import annotations

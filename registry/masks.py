@@ -96,15 +96,22 @@ class Masks:
 
     def change(self, node: fx.Node, user: fx.Node, name: str) -> str:
         """How an operator makes of a mask one that says something else than who was chosen; "" if it is known not to."""
-        given = [self.flow.operand(user, a) for a in user.args[:2]]
-        beside = others(self.flow, user, node)
-        numbers = [number_of(a) for a in user.args[:2]]
-        number = next((n for n in numbers if n is not None and not isinstance(n, bool)), None)
         if name in CREATION or is_opaque(user) or name in GROUPED or name in SELECTIONS:
             return ""
+        if how := self._by_arithmetic(node, user, name) or self._as_condition(node, user, name):
+            return how
+        if name in _JOINS and any(self.thresholded(n) for n in others(self.flow, user, node)):
+            return "joins them with experts that a threshold chose"
+        if out_of_order(self.flow, user) or self._shuffled(node, user, name):
+            return "moves them to other tokens or experts"
+        return "" if name in _KEEPS_MASKS else "is not known to keep who was chosen"
+
+    def _by_arithmetic(self, node: fx.Node, user: fx.Node, name: str) -> str:
+        first = self.flow.operand(user, user.args[0]) if user.args else None
+        numbers = [number_of(a) for a in user.args[:2]]
+        number = next((n for n in numbers if n is not None and not isinstance(n, bool)), None)
         if name == "sub":
             reverse = "rsub" in str(user.target)
-            first = given[0] if given else None
             if reverse or (first is not None and first is not node and MASK not in self.labels.get(first, ())):
                 return "takes those that were chosen away from the others"
             if number is not None and first is node:
@@ -124,24 +131,25 @@ class Masks:
             return "takes those that were chosen away from the others"
         if name == "ne" and not (len(user.args) > 1 and is_zero(user.args[1])):
             return "does not keep who was chosen"
+        return ""
+
+    def _as_condition(self, node: fx.Node, user: fx.Node, name: str) -> str:
+        """A mask that picks, or that says where something is put."""
+        given = [self.flow.operand(user, a) for a in user.args[:2]]
+        beside = others(self.flow, user, node)
         source = given[0] if given and given[0] is not node else None
         looked_up = name == "getitem" and source is not None and self.flow.kind(source) != "data" and is_tensor(node)
         if looked_up and value(node).dtype != torch.bool:
             return "looks up another value for those that were chosen"
-        if name == "where" and user.op != "call_method" and given and given[0] is node and beside:
-            branches = user.args[1:3]
-            plain = [b for b in branches if is_zero(b) or is_low(b)]
-            if not plain and not any(self.origins.beyond(n) for n in beside):
-                return "takes one or another value by them"
-        if name in ("masked_fill", "setitem", "index_put") and node in given[1:] + self._index_of(user):
-            filled = argument(user, 2, "value", "values")
-            if number_of(filled) is None and not any(self.origins.beyond(n) for n in beside):
-                return "writes another value over those that were chosen"
-        if name in _JOINS and any(self.thresholded(n) for n in beside):
-            return "joins them with experts that a threshold chose"
-        if out_of_order(self.flow, user) or self._shuffled(node, user, name):
-            return "moves them to other tokens or experts"
-        return "" if name in _KEEPS_MASKS else "is not known to keep who was chosen"
+        if any(self.origins.beyond(n) for n in beside):
+            return ""
+        plain = any(is_zero(branch) or is_low(branch) for branch in user.args[1:3])
+        if name == "where" and user.op != "call_method" and given and given[0] is node and beside and not plain:
+            return "takes one or another value by them"
+        known = number_of(argument(user, 2, "value", "values")) is not None
+        if name in ("masked_fill", "setitem", "index_put") and node in given[1:] + self._index_of(user) and not known:
+            return "writes another value over those that were chosen"
+        return ""
 
     def _index_of(self, user: fx.Node) -> list[fx.Node | None]:
         index = user.args[1] if len(user.args) > 1 else None
