@@ -43,7 +43,8 @@ from r3_pass.registry.dataflow import (
 )
 from r3_pass.registry.dispatched import IDS, MASK, PERM, PROD, SEL, TOK, Dispatch
 from r3_pass.registry.experts import picks_along_a_dimension, scores_a_choice
-from r3_pass.registry.numbers import is_low, is_zero
+from r3_pass.registry.masks import NEVER
+from r3_pass.registry.numbers import is_low, is_zero, number_of
 from r3_pass.registry.operators import COMPARISONS, GROUPED, PICKS, REARRANGE, SELECTIONS
 from r3_pass.registry.origins import others
 from r3_pass.registry.trace import Root
@@ -150,6 +151,8 @@ class _Follow(Trail):
         else:
             given = argument(user, 2 if name in ("setitem", "index_put") else 3, "value", "src", "values")
             low = target is not None and is_low(target)
+            if target is not None and (base := number_of(target)) is not None and base < NEVER:
+                self.masks.low.add(user)
             if target is not None and self.masks.thresholded(target):
                 self.masks.changes[user] = f"{name} ({user.name}) joins them with experts that a threshold chose"
             self.masks.mark(user, is_low(given) or (is_zero(given) and not low))

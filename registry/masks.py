@@ -39,6 +39,10 @@ _KEEPS_MASKS = REARRANGE | {
 }  # fmt: skip
 
 
+NEVER = -50.0
+"""A score below it has a sigmoid, and an exponential, of nothing that matters."""
+
+
 class Masks:
     """What is known of the masks of one selection.
 
@@ -48,6 +52,7 @@ class Masks:
         labels: what each value is followed as (see `dispatch`), kept up to date by who follows.
 
     Attributes:
+        low: masks that are -inf, or as good as that, for all that were not chosen.
         changes: masks that say something else than who was chosen, and how.
         made_of: for each of these, the masks it was made of.
     """
@@ -56,6 +61,7 @@ class Masks:
         self, flow: DataFlow, origins: Origins, k_dim: int | None, experts: Any, labels: dict[fx.Node, set[str]]
     ) -> None:
         self.flow, self.origins, self.k_dim, self.experts, self.labels = flow, origins, k_dim, experts, labels
+        self.low: set[fx.Node] = set()
         self.changes: dict[fx.Node, str] = {}
         self.made_of: dict[fx.Node, set[fx.Node]] = {}
         self.inverse: set[fx.Node] = set()
@@ -64,6 +70,8 @@ class Masks:
 
     def note(self, node: fx.Node, user: fx.Node, name: str) -> None:
         """Note how an operator changes what a mask says."""
+        if node in self.low and name in REARRANGE:
+            self.low.add(user)
         if how := self.change(node, user, name):
             self.changes[user] = f"{name} ({user.name}) {how}"
             self.made_of.setdefault(user, set()).add(node)
@@ -100,6 +108,8 @@ class Masks:
             return ""
         if how := self._by_arithmetic(node, user, name) or self._as_condition(node, user, name):
             return how
+        if name in ("sigmoid", "exp") and node in self.low:
+            return ""
         if name in _JOINS and any(self.thresholded(n) for n in others(self.flow, user, node)):
             return "joins them with experts that a threshold chose"
         if out_of_order(self.flow, user) or self._shuffled(node, user, name):

@@ -91,6 +91,20 @@ def test_masks_of_the_chosen(name: str) -> None:
     assert len(r3_pass.explain(model(CHOSEN[name]), ids).sites) == 2
 
 
+@pytest.mark.parametrize(("low", "recorded"), [(float("-inf"), True), (-1e9, True), (-1.0, False), (0.0, False)])
+def test_the_sigmoid_of_what_was_scattered(low: float, recorded: bool) -> None:
+    """Llama 4: weights are the sigmoid of scores that are -inf for all that were not chosen; of -1 or 0, they all have one."""
+
+    def route(moe: Any, x: Tensor) -> tuple[Tensor]:
+        scores = moe.gate(x)
+        best, ids = scores.topk(2, dim=-1)
+        return (torch.full_like(scores, low).scatter_(1, ids, best).float().sigmoid().to(scores.dtype),)
+
+    ((ids,),) = tokens((2, 6))
+    report = r3_pass.explain(stack(lambda: MoE(route, dense, gate=gate())), ids)
+    assert bool(report.sites) is recorded
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_masks_of_others(name: str) -> None:
     ((ids,),) = tokens((2, 6))
