@@ -23,8 +23,8 @@ from r3_pass.passes.site import Accepted
 from r3_pass.passes.unmask import MASKS, POINTWISE, Read, Unmasking, Unprovable
 from r3_pass.registry.dataflow import DataFlow, argument, dims, is_tensor, spelling, value
 from r3_pass.registry.form import Selection
+from r3_pass.registry.operators import COMPARISONS
 
-_COMPARISONS = frozenset({"eq", "ne", "gt", "ge", "lt", "le", "isin", "isclose"})
 _SELECTS = frozenset({"max", "min", "amax", "amin", "topk", "sort", "msort", "kthvalue", "cummax", "median"})
 
 
@@ -250,7 +250,7 @@ class _Plan:
             )
         }
         for node in self.reach.in_order(self.reach.forward(mixed, self.reach.members)):
-            if spelling(node) in _COMPARISONS and not self._stays_with_ids(node):
+            if spelling(node) in (*COMPARISONS, "isclose") and not self._stays_with_ids(node):
                 why = f"{spelling(node)} ({node.name}) compares the scores of the chosen with those of all experts"
                 raise Unprovable(why + ": a choice of its own, which the given ids do not decide")
 

@@ -13,28 +13,26 @@ No model name, no module name and no layer number enters the decision.
 
 from __future__ import annotations
 
-import dataclasses
-import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
+from r3_pass.passes.altered import altered, folded, of_a_rank, recorded_ids
+from r3_pass.passes.combine import Decision, combine
+from r3_pass.passes.form_names import form_name
+from r3_pass.passes.places import layer_in_path, module_path, reject
 from r3_pass.passes.site import Accepted, Match, Rejected
 from r3_pass.registry.dataflow import DataFlow, argument, dims, is_opaque, is_tensor, spelling, value, written
-from r3_pass.registry.dispatch import Dispatch, follow_ids
+from r3_pass.registry.dispatch import follow_ids
+from r3_pass.registry.dispatched import Dispatch
 from r3_pass.registry.form import RoutingForm, Selection
 from r3_pass.registry.forms import forms
 from r3_pass.registry.order import reordering
-from r3_pass.registry.partition import partition, shares
-from r3_pass.registry.scores import Root, Trace, index_mapping, trace_scores
-
-Decision = Accepted | Rejected
-
-_RENUMBERING = frozenset({
-    "sub", "add", "where", "masked_fill", "setitem", "index_put", "clamp", "clamp_min", "clamp_max", "clip",
-})  # fmt: skip
+from r3_pass.registry.partition import partition
+from r3_pass.registry.scores import trace_scores
+from r3_pass.registry.trace import Root, Trace
 
 
 def is_weight(node: fx.Node) -> bool:
@@ -74,7 +72,7 @@ def match(graph: fx.Graph, broken: bool = False, weight: Callable[[fx.Node], boo
                 (
                     claims[0][1],
                     None,
-                    _reject(node, f"several forms claim it: {names}; make their `find` disjoint", True),
+                    reject(node, f"several forms claim it: {names}; make their `find` disjoint", True),
                 )
             )
         elif claims:
@@ -83,8 +81,8 @@ def match(graph: fx.Graph, broken: bool = False, weight: Callable[[fx.Node], boo
     for number, (selection, trace, _) in enumerate(decided):
         if selection.node in parts:
             why = "its choice is a part of a later one (product keys)"
-            decided[number] = (selection, trace, _reject(selection.node, why))
-    combined = _combine(flow, decided)
+            decided[number] = (selection, trace, reject(selection.node, why))
+    combined = combine(flow, decided)
     return Match(combined.sites, combined.rejected + _opaque(flow, combined.sites))
 
 
@@ -98,7 +96,7 @@ def _opaque(flow: DataFlow, sites: Sequence[Accepted]) -> tuple[Rejected, ...]:
         weights = {w for n in flow.inputs(node) if flow.kind(n) == "weight" for w in flow.weights(n)}
         if (weights and not weights & known) or (_makes_integers(node) and not known):
             why = f"{spelling(node)} is a custom operator: a router's choice inside it is not in the graph"
-            found.append(_reject(node, why, gate=tuple(weights)))
+            found.append(reject(node, why, gate=tuple(weights)))
     return tuple(found)
 
 
@@ -126,19 +124,19 @@ def _decide(flow: DataFlow, form: RoutingForm, selection: Selection, broken: boo
         return None, _decide_table(flow, form, selection)
     shape = dims(selection.scores)
     if not shape or not isinstance(shape[selection.dim], int):
-        return None, _reject(
+        return None, reject(
             node,
             f"it runs over a dimension of no fixed size ({shape[selection.dim] if shape else '?'}): tokens, not experts",
         )
     experts = shape[selection.dim]
     if not selection.ids or not any(flow.users(i) or i in flow.outputs for i in selection.ids):
-        return None, _reject(node, "its indices are not used, only its values (the score of a group, say)")
+        return None, reject(node, "its indices are not used, only its values (the score of a group, say)")
     trace = trace_scores(flow, selection.scores, selection.dim)
     gate = tuple(dict.fromkeys(w for root in trace.roots for w in root.weights))
     if not trace.roots:
-        return trace, _reject(node, trace.why_not, trace.over_tokens and _experts_choose(flow, selection))
+        return trace, reject(node, trace.why_not, trace.over_tokens and _experts_choose(flow, selection))
     if all(isinstance(r.width, int) and r.width < experts for r in trace.roots) and len(trace.roots) == 1:
-        return trace, _reject(
+        return trace, reject(
             node, f"it runs over {experts} values, the linear behind it has {trace.roots[0].width} outputs", gate=gate
         )
     split = partition(flow, selection.ids, trace.roots, experts, _k_dim(selection))
@@ -146,48 +144,49 @@ def _decide(flow: DataFlow, form: RoutingForm, selection: Selection, broken: boo
         dispatch, recorded, used, held = split.dispatch, split.ids, split.local, split.count
     else:
         dispatch = follow_ids(flow, selection.ids, trace.roots, experts, _k_dim(selection))
-        recorded = _recorded(flow, selection, dispatch)
+        recorded = recorded_ids(flow, selection, dispatch)
         used, held = recorded, int(experts)
     proved = dispatch.proved
     if not proved and not (broken and dispatch.escapes):
-        return trace, _reject(
+        return trace, reject(
             node, "its ids choose no parameters: " + ("; ".join(dispatch.fates) or "they are never used"), gate=gate
         )
     if not proved and gate and all(map(_is_cache, gate)):
-        return trace, _reject(
+        return trace, reject(
             node, "the scores are a product with a buffer (a cache or a memory), not with a parameter", gate=gate
         )
     if trace.couples_tokens is not None and proved:
         why = f"the scores of one token depend on the other tokens of the batch ({trace.couples_tokens.name}: sinkhorn or the like)"
-        return trace, _reject(node, why + ", so a token has no ids of its own to replay", True, gate)
+        return trace, reject(node, why + ", so a token has no ids of its own to replay", True, gate)
     if trace.starts_late is not None and not _of_its_own(flow, trace, dispatch, int(experts)):
         why = f"it runs over a part of the router's outputs ({trace.starts_late.name}) that is not the first ones: its ids do not "
-        return trace, _reject(node, why + "number the experts", proved, gate)
+        return trace, reject(node, why + "number the experts", proved, gate)
     moved = next((m for root in trace.roots if root.weights and (m := reordering(flow, root.node)) is not None), None)
     if moved is not None:
         why = f"{spelling(moved)} ({moved.name}) moves tokens between the graph's inputs and the router"
-        return trace, _reject(node, why + ": rows would be in another order than the slot mapping", True, gate)
+        return trace, reject(node, why + ": rows would be in another order than the slot mapping", True, gate)
     if proved and hasattr(value(recorded), "_local_tensor"):
         why = "its ids are a DTensor, of which a rank may hold some rows only. Choose among plain scores (scores.full_tensor())"
-        return trace, _reject(node, why, True, gate)
-    if folded := _folded(dispatch, held):
-        return trace, _reject(node, f"its choices do not number the experts: {folded}", True, gate)
-    if altered := _altered(dispatch, used, held):
-        return trace, _reject(node, f"the ids that reach experts are not those that it chose: {altered}", True, gate)
-    if split is None and (first := _of_a_rank(flow, dispatch, selection, held)):
+        return trace, reject(node, why, True, gate)
+    if how := folded(dispatch, held):
+        return trace, reject(node, f"its choices do not number the experts: {how}", True, gate)
+    if how := altered(dispatch, used, held):
+        return trace, reject(node, f"the ids that reach experts are not those that it chose: {how}", True, gate)
+    if unseen := next((w for n in selection.ids if (w := flow.overwritten_unseen(n)) is not None), None):
+        why = f"{spelling(unseen)} ({unseen.name}) may write others in their place before they are used"
+        return trace, reject(node, f"the ids that reach experts may not be those that it chose: {why}", True, gate)
+    if split is None and (first := of_a_rank(flow, dispatch, selection, held, recorded in dispatch.mixed)):
         why = f"{first} numbers a part of the {experts} experts that it chooses among, and it is not proved that the weights "
-        return trace, _reject(
-            node, why + "of the others are 0, each beside its choice, in all that is used", True, gate
-        )
+        return trace, reject(node, why + "of the others are 0, each beside its choice, in all that is used", True, gate)
     id_dim, top_k = _columns_of(selection, recorded)
     if top_k is None or (selection.needs_slice and recorded in selection.ids):
         why = (
             "the number of experts differs from token to token (all of them in order, then a cut by value): "
             "no fixed ids per token"
         )
-        return trace, _reject(node, why, proved, gate)
+        return trace, reject(node, why, proved, gate)
     site = Accepted(
-        form=_form_name(flow, form, selection, trace),
+        form=form_name(flow, form, selection, trace),
         num_experts=int(experts),
         top_k=top_k,
         columns=(recorded,),
@@ -203,7 +202,7 @@ def _decide(flow: DataFlow, form: RoutingForm, selection: Selection, broken: boo
         roots=tuple(root.node for root in trace.roots),
         fixed=form.fixed,
         no_replay=form.no_replay,
-        named=dispatch.named(int(experts)) if proved and split is None else int(experts),
+        named=dispatch.named(int(experts)) if split is None else int(experts),
     )
     return trace, site
 
@@ -215,12 +214,12 @@ def _decide_table(flow: DataFlow, form: RoutingForm, selection: Selection) -> De
     dispatch = follow_ids(flow, selection.ids, [Root(n, (), None) for n in selection.roots], None, k_dim)
     if not dispatch.proved:
         fate = "; ".join(dispatch.fates) or "they are never used"
-        return _reject(node, f"looked-up integers that choose no parameters: {fate}")
-    if altered := _altered(dispatch, node):
-        return _reject(node, f"the ids that reach experts are not those that were looked up: {altered}", True)
+        return reject(node, f"looked-up integers that choose no parameters: {fate}")
+    if how := altered(dispatch, node):
+        return reject(node, f"the ids that reach experts are not those that were looked up: {how}", True)
     id_dim, top_k = _columns_of(selection, node)
     if top_k is None:
-        return _reject(node, "the number of expert ids that are looked up for a token is not fixed", True)
+        return reject(node, "the number of expert ids that are looked up for a token is not fixed", True)
     table = flow.operand(node, node.args[1] if spelling(node) == "embedding" else node.args[0])
     banks = {dims(w)[0] for w in dispatch.weights if len(dims(w)) >= 3} or {
         dims(w)[0] for w in dispatch.weights if dims(w)
@@ -271,86 +270,6 @@ def _picks_for_experts(flow: DataFlow, selection: Selection, experts: Any) -> bo
                 seen.add(user)
                 stack.append(user)
     return False
-
-
-def _recorded(flow: DataFlow, selection: Selection, dispatch: Dispatch) -> fx.Node:
-    """Walk from the selection's indices to the last narrowing that all uses of the ids share."""
-    alive = dispatch.used if dispatch.proved else set(dispatch.chain)
-    current = next((i for i in selection.ids if i in alive), selection.ids[0])
-    while len(selection.ids) == 1 and current not in dispatch.direct and current not in flow.outputs:
-        steps = [n for n, origin in dispatch.chain.items() if origin is current and n in alive]
-        if len(steps) != 1 or not (_narrows(steps[0]) or _replaces(dispatch, current, steps[0])):
-            break
-        current = steps[0]
-    return current
-
-
-def _replaces(dispatch: Dispatch, ids: fx.Node, step: fx.Node) -> bool:
-    """`where(forced >= 0, forced, ids)` and the like: what is used, and so recorded, is the result."""
-    return step in dispatch.mixed and spelling(step) in ("where", "masked_scatter") and dims(step) == dims(ids)
-
-
-def _altered(dispatch: Dispatch, recorded: fx.Node, experts: int = 0) -> str:
-    """How the ids that reach experts differ from the recorded ones; "" if they do not."""
-    alive = dispatch.used if dispatch.proved else set(dispatch.chain)
-    before: set[fx.Node | None] = set()
-    step: fx.Node | None = recorded
-    while step is not None:
-        before.add(step)
-        step = dispatch.chain.get(step)
-    rest = sorted((n for n in dispatch.mixed if n in alive and n not in before), key=list(dispatch.chain).index)
-    if rest:
-        return dispatch.mixed[rest[0]]
-    if dispatch.masks:
-        return next(iter(dispatch.masks.values()))
-    held = set(dispatch.columns.get(recorded, ()))
-    reached = {c for n in dispatch.direct for c in dispatch.columns.get(n, held)}
-    banks = {dims(w)[0] for w in dispatch.weights if len(dims(w)) >= 3}
-    first = max((-dispatch.offsets.get(n, 0) for n in dispatch.direct), default=0)
-    if first > 0 and any(isinstance(b, int) and b < experts and experts % b for b in banks):
-        return f"{first} is taken from each, and the first of {experts} choices names none of {min(banks)} experts"
-    if dispatch.proved and held - reached:
-        return f"of {len(held)} columns, {sorted(reached)} alone reach experts, in a way that is no plain slice"
-    return ""
-
-
-def _of_a_rank(flow: DataFlow, dispatch: Dispatch, selection: Selection, experts: int) -> str:
-    """Which operator makes numbers of one rank's experts of the ids, as far as that can be told; "" if none does."""
-    held = {dims(w)[0] for w in dispatch.weights if len(dims(w)) >= 3}
-    if not dispatch.proved or len(held) != 1 or not all(isinstance(h, int) and 0 < h < experts for h in held):
-        return ""
-    (count,) = held
-    changed = [n for n in dispatch.used if spelling(n) in _RENUMBERING]
-    moved = any(dispatch.offsets.get(n, 0) < 0 for n in dispatch.used)
-    whole = set() if experts % count else {tuple(range(n, n + count)) for n in range(experts - count + 1)}
-    kept = shares(flow, selection.ids[0], experts) if changed and whole else set()
-    return f"{spelling(changed[0])} ({changed[0].name})" if changed and (moved or (kept and kept <= whole)) else ""
-
-
-def _folded(dispatch: Dispatch, choices: int) -> str:
-    """How several choices become one expert (replicas, say): a division whose remainder is not used, or the other way about."""
-    parts = {spelling(n) for n in dispatch.used}
-    quotient, remainder = parts & {"floordiv", "div", "rshift"}, parts & {"mod", "and"}
-    held = {dims(w)[0] for w in dispatch.weights if len(dims(w)) >= 3}
-    if bool(quotient) == bool(remainder) or not held or max(held) >= choices:
-        return ""
-    (name, *_) = quotient or remainder
-    return f"{name} makes one of {max(held)} experts of each of {choices} choices"
-
-
-def _narrows(node: fx.Node) -> bool:
-    """A slice that keeps all tokens and cuts columns."""
-    if spelling(node) not in ("getitem", "narrow", "slice"):
-        return False
-    source = node.args[0]
-    if not isinstance(source, fx.Node):
-        return False
-    before, after = dims(source), dims(node)
-    if spelling(node) == "getitem":
-        index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-        if index_mapping(index, len(before)) != list(range(len(before))):
-            return False
-    return len(before) == len(after) and sum(a != b for a, b in zip(before, after, strict=True)) == 1
 
 
 def _columns_of(selection: Selection, recorded: fx.Node) -> tuple[int | None, int | None]:
@@ -404,142 +323,4 @@ def _table_has_columns(node: fx.Node) -> bool:
     return isinstance(table, fx.Node) and len(dims(table)) == 2
 
 
-def _form_name(flow: DataFlow, form: RoutingForm, selection: Selection, trace: Trace) -> str:
-    """ "softmax_topk", "sigmoid_bias_grouped_topk", "topk_softmax": what happens to the scores, then the selection."""
-    names = [spelling(n) for n in trace.passed]
-    parts: list[str] = [s for s in ("softmax", "log_softmax", "sigmoid", "softplus", "tanh") if s in names]
-    if any(spelling(n) == "add" and any(flow.kind(i) == "weight" for i in flow.inputs(n)) for n in trace.passed):
-        parts.append("bias")
-    masks = [n for n in trace.passed if spelling(n) in ("masked_fill", "where", "mul", "scatter")]
-    if any(_masked_by_selection(flow, n) for n in masks) and selection.alone:
-        parts.append("grouped")
-    after = [form.name]
-    if not parts and any(
-        spelling(u) == "softmax"
-        for v in flow.users(selection.node)
-        if spelling(v) == "getitem" and v.args[1] == 0
-        for u in _near(flow, v)
-    ):
-        after.append("softmax")
-    return "_".join(parts + after)
-
-
-def _near(flow: DataFlow, node: fx.Node, steps: int = 3) -> Iterable[fx.Node]:
-    level: Sequence[fx.Node] = [node]
-    for _ in range(steps):
-        level = [u for n in level for u in flow.users(n)]
-        yield from level
-
-
-def _masked_by_selection(flow: DataFlow, node: fx.Node) -> bool:
-    stack = [n for n in flow.inputs(node)[1:] if flow.kind(n) == "data"]
-    seen = set(stack)
-    while stack and len(seen) < 40:
-        top = stack.pop()
-        if spelling(top) == "topk":
-            return True
-        for source in flow.inputs(top):
-            if source not in seen and spelling(source) not in ("linear", "matmul", "softmax", "sigmoid"):
-                seen.add(source)
-                stack.append(source)
-    return False
-
-
-def _combine(flow: DataFlow, decided: list[tuple[Selection, Trace | None, Decision]]) -> Match:
-    """Join the choices of one router; two whole selections on one router, both reaching experts, cannot both be its routing."""
-    sites: list[Accepted] = []
-    rejected = [d for _, _, d in decided if isinstance(d, Rejected)]
-    by_router: dict[frozenset[fx.Node], list[tuple[Selection, Accepted]]] = {}
-    for selection, trace, decision in decided:
-        if isinstance(decision, Accepted):
-            router = frozenset(r.node for r in trace.roots) if trace is not None else frozenset({selection.node})
-            by_router.setdefault(router, []).append((selection, decision))
-    for group in by_router.values():
-        found = [site for _, site in group]
-        if len(found) == 1:
-            sites.append(found[0])
-        elif all(not s.alone for s, _ in group):
-            sites.append(_joined(_distinct(group)))
-        elif sum(site.proved for site in found) == 1:
-            sites.extend(site for site in found if site.proved)
-            rejected.extend(
-                _reject(s.selections[0], "another selection on this router is the one that reaches experts")
-                for s in found
-                if not s.proved
-            )
-        else:
-            last = _final(flow, group)
-            if last is not None:
-                sites.append(last)
-            else:
-                rejected.extend(
-                    _reject(s.selections[0], "several selections on one router reach experts", True, s.gate)
-                    for s in found
-                )
-    sites.sort(key=lambda s: flow.order[s.selections[0]])
-    return Match(tuple(sites), tuple(rejected))
-
-
-def _final(flow: DataFlow, group: list[tuple[Selection, Accepted]]) -> Accepted | None:
-    """Product keys: partial selections whose ids the last one picks among all record one and the same value."""
-    recorded = {site.columns[0] for _, site in group}
-    return group[-1][1] if len(recorded) == 1 else None
-
-
-def _distinct(group: list[tuple[Selection, Accepted]]) -> list[Accepted]:
-    """Choices of the same scores in the same direction are one choice (`max` for the weight, `argmax` for the id)."""
-    choices: dict[tuple[Any, ...], Accepted] = {}
-    for selection, site in group:
-        rank = len(dims(selection.scores)) if selection.scores is not None else 1
-        lowest = spelling(selection.node) in ("argmin", "min")
-        key = selection.scores, selection.dim % rank, lowest
-        known = choices.get(key)
-        choices[key] = dataclasses.replace(known, choices=known.choices + site.choices) if known is not None else site
-    return list(choices.values())
-
-
-def _joined(found: list[Accepted]) -> Accepted:
-    first = found[0]
-    if len(found) == 1:
-        return first
-    return Accepted(
-        form=first.form.replace("top1", f"top1x{len(found)}"),
-        num_experts=first.num_experts,
-        top_k=len(found),
-        columns=tuple(site.columns[0] for site in found),
-        id_dim=first.id_dim,
-        gate=first.gate,
-        experts=tuple(dict.fromkeys(w for site in found for w in site.experts)),
-        module=first.module,
-        layer=first.layer,
-        proved=any(site.proved for site in found),
-        selections=tuple(site.selections[0] for site in found),
-        overwritten=any(site.overwritten for site in found),
-        choices=tuple((selection, number) for number, site in enumerate(found) for selection, _ in site.choices),
-        roots=first.roots,
-        named=first.named,
-    )
-
-
-def _reject(node: fx.Node, reason: str, routing: bool = False, gate: tuple[fx.Node, ...] = ()) -> Rejected:
-    return Rejected(node.name, reason, routing, module_path(node), gate)
-
-
-def module_path(node: fx.Node) -> str:
-    """The innermost module that the node was traced in, as a path from the compiled frame's own module."""
-    stack = node.meta.get("nn_module_stack")
-    if not stack:
-        return ""
-    path = list(stack.values())[-1][0]
-    path = re.sub(r"^L\['(self|fn|model|module)'\]\.?", "", str(path))
-    path = re.sub(r"\._modules\['([^']*)'\]", r".\1", path)
-    path = re.sub(r"\[['\"]?([^'\"\]]*)['\"]?\]", r".\1", path)
-    return path.strip(".")
-
-
-def layer_in_path(path: str) -> int | None:
-    """The first number in a module path: the block's place in the list of blocks."""
-    return next((int(part) for part in path.split(".") if part.isdigit()), None)
-
-
-__all__ = ["argument", "is_weight", "layer_in_path", "match", "module_path"]
+__all__ = ["is_weight", "match"]

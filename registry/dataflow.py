@@ -305,13 +305,24 @@ class DataFlow:
         return (latest,) if dims(latest) == dims(node) else (node, latest)
 
     def overwritten(self, node: fx.Node) -> bool:
-        """Whether the value may be changed in place after it was made, so that a later reader sees another one.
-
-        Anything integer that is made of it counts as possibly sharing its memory: casts that do nothing and views of all kinds do.
-        """
+        """Whether the value may be changed in place after it was made, so that a later reader sees another one."""
         producer = node.args[0] if spelling(node) == "getitem" and isinstance(node.args[0], fx.Node) else node
-        if producer.kwargs.get("out") is not None:
-            return True
+        return producer.kwargs.get("out") is not None or bool(self._writers(node)[0])
+
+    def overwritten_unseen(self, node: fx.Node) -> fx.Node | None:
+        """The custom operator or kernel that may change the value in place before it is read again, in a way no graph shows."""
+        writers, reached = self._writers(node)
+        for writer in writers:
+            later = (user for n in reached for user in self.users(n) if self.order.get(user, -1) > self.order[writer])
+            if not is_inplace(writer) and writer.kwargs.get("out") is None and any(True for _ in later):
+                return writer
+        return None
+
+    def _writers(self, node: fx.Node) -> tuple[list[fx.Node], set[fx.Node]]:
+        """Operators that write, after a value was made, to what may share its memory; and all that may.
+
+        Anything integer that is made of it counts: casts that do nothing and views of all kinds do.
+        """
         reached, stack = {node, *self._bases(node)}, [node]
         while stack:
             for user in self.users(stack.pop()):
@@ -322,13 +333,9 @@ class DataFlow:
                     continue
                 reached.add(user)
                 stack.append(user)
-        changed = {
-            self.resolve(target)
-            for user in reached
-            for target in written(user)
-            if self.order.get(user, -1) > self.order[node]
-        }
-        return bool(changed & reached)
+        after = {n for seen in reached for n in self.users(seen) if self.order.get(n, -1) > self.order[node]}
+        writers = [n for n in after if reached & {self.resolve(target) for target in written(n)}]
+        return sorted(writers, key=self.order.__getitem__), reached
 
     # ---- reading ------------------------------------------------------------------------------------------------
     def resolve(self, node: fx.Node) -> fx.Node:

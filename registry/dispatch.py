@@ -18,21 +18,21 @@ and dispatch is proved by one of these events:
 
 Where they pick tokens, positions, rows that are only added up, or are counted or returned, nothing is proved. Ids that leave
 through a graph break prove nothing here and are said to escape: the model's structure has to confirm them.
+
+This file has the rules. `trail` follows and judges; whether ids are still the selection's is `unchanged`'s and `mixing`'s, whether
+those whose place an expert's number took have no weight `dropped`'s, and what a mask says `masks`'.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import fx
 
 from r3_pass.registry.dataflow import (
     CONTRACTIONS,
     CREATION,
-    RANDOM,
     DataFlow,
     argument,
     dims,
@@ -41,444 +41,37 @@ from r3_pass.registry.dataflow import (
     spelling,
     value,
 )
-from r3_pass.registry.order import out_of_order
-from r3_pass.registry.scores import Root
-from r3_pass.registry.unchanged import Unchanged
+from r3_pass.registry.dispatched import IDS, MASK, PERM, PROD, SEL, TOK, Dispatch
+from r3_pass.registry.experts import picks_along_a_dimension, scores_a_choice
+from r3_pass.registry.masks import NEVER
+from r3_pass.registry.numbers import is_low, is_zero, number_of
+from r3_pass.registry.operators import COMPARISONS, GROUPED, PICKS, REARRANGE, SELECTIONS
+from r3_pass.registry.origins import others
+from r3_pass.registry.trace import Root
+from r3_pass.registry.trail import Rule, Trail
 
-IDS, MASK, PERM, SEL, TOK, PROD = "IDS", "MASK", "PERM", "SEL", "TOK", "PROD"
-
-_COMPARISONS = frozenset(["eq", "ne", "gt", "ge", "lt", "le", "isin"])
-_SELECTIONS = frozenset(["topk", "argmax", "argmin", "max", "min", "kthvalue", "multinomial", "argsort", "sort"])
-_PICKING = frozenset(["getitem", "embedding", "index_select", "gather", "take_along_dim", "take"])
-_REARRANGE = frozenset({
-    "view", "transpose", "permute", "expand", "contiguous", "clone", "detach", "to", "type_as", "float", "half",
-    "bfloat16", "long", "int", "repeat",
-})  # fmt: skip
 _SHAPED = frozenset({"view", "expand", "expand_as", "type_as", "to", "sum_to_size"})
-_JOINS = frozenset({"where", "or", "maximum", "add", "setitem", "masked_scatter", "scatter", "index_put"})
-_COUNTS = frozenset({"cumsum", "bincount", "histc"})
-_GROUPED = frozenset(["grouped_mm"])
-_MIXING = frozenset(
-    {"masked_fill", "add", "sub", "mul", "where", "masked_scatter", "setitem", "index_put", "maximum", "minimum", "xor"}
-)
 _LEFT_OUT = "they name the experts that are left out, not those that are chosen"
-_ONE_BY_ONE = _COMPARISONS | {
-    "add",
-    "sub",
-    "mul",
-    "mod",
-    "floordiv",
-    "not",
-    "and",
-    "or",
-    "to",
-    "long",
-    "int",
-    "clamp",
-    "setitem",
-}
 _BOUNDS = frozenset({
     "gt", "ge", "lt", "le", "clamp", "clip", "clamp_min", "clamp_max", "minimum", "maximum", "where", "masked_fill",
 })  # fmt: skip
-_CHOOSING = frozenset({"where", "masked_scatter", "maximum", "minimum", "setitem", "index_put"})
-_UNCHANGED = _REARRANGE | {"getitem", "cat", "stack", "gather", "roll", "flip", "index_select", "narrow", "select"}
-_SCORING = frozenset({
-    "softmax", "log_softmax", "sigmoid", "add", "mul", "div", "to", "float", "view", "masked_fill", "tanh", "exp", "getitem",
-    "where", "contiguous", "type_as", "transpose",
-})  # fmt: skip
 
 
-@dataclasses.dataclass
-class Dispatch:
-    """What became of the ids.
+class _Follow(Trail):
+    """The rules: what each of the five things may become."""
 
-    Attributes:
-        events: kinds of proof that were found, with the node of each.
-        weights: weight placeholders that the proofs involve: they belong to the layer's experts.
-        chain: for each IDS value, the IDS value it was made from; the start maps to None.
-        used: IDS values from which a proof was reached.
-        escapes: the ids leave the graph as a result.
-        fates: what else they were used for, in words.
-        direct: IDS values that a proof starts from at once, without another IDS value between.
-        mixed: IDS values in which other choices than the selection's were mixed, and how.
-        among: of how many things ids pick one, wherever that is seen: rows of a bank or a table, classes of a one-hot.
-        equal_to: numbers that ids are compared with, one expert after the other.
-        columns: for each IDS value that is known to be the selection's, which of its columns it holds.
-        masks: masks made of the ids that say something else than who was chosen, and how; of those that reach a proof.
-        bounded: ids are compared by size or clamped: what lies past the experts has a meaning of its own (zero experts, say).
-    """
-
-    events: dict[fx.Node, str] = dataclasses.field(default_factory=dict)
-    weights: dict[fx.Node, None] = dataclasses.field(default_factory=dict)
-    chain: dict[fx.Node, fx.Node | None] = dataclasses.field(default_factory=dict)
-    used: set[fx.Node] = dataclasses.field(default_factory=set)
-    escapes: bool = False
-    fates: dict[str, None] = dataclasses.field(default_factory=dict)
-    direct: set[fx.Node] = dataclasses.field(default_factory=set)
-    mixed: dict[fx.Node, str] = dataclasses.field(default_factory=dict)
-    among: set[int] = dataclasses.field(default_factory=set)
-    equal_to: set[int] = dataclasses.field(default_factory=set)
-    bounded: bool = False
-    columns: dict[fx.Node, tuple[int, ...]] = dataclasses.field(default_factory=dict)
-    offsets: dict[fx.Node, int] = dataclasses.field(default_factory=dict)
-    masks: dict[fx.Node, str] = dataclasses.field(default_factory=dict)
-
-    @property
-    def proved(self) -> bool:
-        return bool(self.events)
-
-    def named(self, choices: int) -> int | None:
-        """How many of the choices name an expert: all but the padding of a router's weight. None if this graph does not show it."""
-        if self.bounded:
-            return choices
-        if self.among:
-            return min(max(self.among), choices)
-        if len(self.equal_to) >= 2 and self.equal_to == set(range(len(self.equal_to))):
-            return min(len(self.equal_to), choices)
-        banks = [dims(w) for w in self.weights if len(dims(w)) >= 3]
-        first = {shape[0] for shape in banks}
-        if len(first) == 1 and not any(choices in shape for shape in banks):
-            (held,) = first
-            return int(held) if isinstance(held, int) and held < choices <= 2 * held else choices
-        return None if not banks else choices
-
-
-class _Follow:
-    def __init__(
-        self, flow: DataFlow, ids: Sequence[fx.Node], roots: Sequence[Root], num_experts: Any, k_dim: int | None
-    ) -> None:
-        self.flow = flow
-        self.k_dim = k_dim
-        self.at: fx.Node | None = None
-        self.came: dict[fx.Node, set[fx.Node]] = {}  # any followed value, or a proof: what it was reached from
-        self.parents: dict[fx.Node, set[fx.Node]] = {}  # IDS: the IDS it was reached from
-        self.counted: set[fx.Node] = set()  # MASK that only counts
-        self.shifted: set[fx.Node] = set()  # MASK less a number
-        self.mask_of: dict[fx.Node, set[fx.Node]] = {}
-        self.other_masks: dict[fx.Node, str] = {}
-        self.roots = {r.node for r in roots}
-        self.gate = {w for r in roots for w in r.weights}
-        self.first = min((flow.order[n] for n in (self.roots or set(ids)) if n in flow.order), default=0)
-        self.experts = num_experts
-        self.starts = set(ids)
-        self.found = Dispatch(chain=dict.fromkeys(ids))
-        self.labels: dict[fx.Node, set[str]] = {}
-        self.pending: list[tuple[fx.Node, str, fx.Node]] = [
-            (n, IDS, n) for n in ids
-        ]  # value, label, the IDS it came from
-        self.inverse: set[fx.Node] = set()  # MASK that is zero where the ids are
-        self.upright: set[fx.Node] = set()
-        self.vectors: dict[fx.Node, set[fx.Node]] = {}  # two-dimensional SEL: value -> sources
-        self.vector_sources: set[fx.Node] = set()
-        self.vector_hits: list[tuple[fx.Node, fx.Node]] = []
-        self.births: dict[fx.Node, fx.Node] = {}  # TOK: where its tokens were told apart from those of other experts
-        self.expert_hits: list[
-            tuple[fx.Node, fx.Node, fx.Node, fx.Node]
-        ] = []  # product, weight, birth, the IDS it came from
-
-    def run(self) -> Dispatch:
-        seen: set[tuple[fx.Node, str, fx.Node]] = set()
-        while self.pending:
-            item = self.pending.pop()
-            if item in seen or len(seen) > 4000:
-                continue
-            seen.add(item)
-            node, label, origin = item
-            self.at = node
-            self.labels.setdefault(node, set()).add(label)
-            if node in self.flow.outputs:
-                self._leaves(node, label)
-            for user in self.flow.users(node):
-                if user.op != "output":
-                    getattr(self, f"_{label.lower()}")(node, user, spelling(user), origin)
-        births = {birth: weight for _, weight, birth, _ in self.expert_hits}
-        if (
-            len(set(births.values())) >= 2
-        ):  # each its own tokens and its own weight: siblings, not the layers of one network
-            for user, weight, _, origin in self.expert_hits:
-                self._event(user, "experts", origin, [weight])
-        if len(self.vector_sources) >= 2:
-            for user, origin in self.vector_hits:
-                self._event(user, "weights", origin, list(self.vector_sources))
-        self._judge()
-        if not self.found.proved and self.vector_sources:
-            self.found.fates[
-                "they pick rows of a table (values, codes or embeddings), which no token is multiplied with"
-            ] = None
-        return self.found
-
-    def _judge(self) -> None:
-        """Which IDS are still the selection's, and which masks are no longer of the chosen."""
-        ids = [n for n, labels in self.labels.items() if IDS in labels]
-        kept = Unchanged(
-            self.flow,
-            list(self.starts),
-            self.k_dim,
-            self.experts,
-            lambda n: IDS in self.labels.get(n, ()),
-            lambda n: n not in self.starts and bool({PERM, IDS} & self.labels.get(n, set())),
-            self._tells_weights,
-        )
-        kept.read(ids)
-        for node, how in kept.changes.items():
-            self.found.mixed.setdefault(node, how)
-        self.found.columns = {n: layout.columns for n, layout in kept.layouts.items()}
-        self.found.offsets = {n: layout.offset for n, layout in kept.layouts.items()}
-        self.found.used = _reached(self.found.direct, self.parents)
-        alive = _reached(self.found.events, self.came)
-        for node in sorted(self.came, key=self.flow.order.__getitem__):
-            if spelling(node) in _COUNTS or self.came[node] & self.counted:
-                self.counted.add(node)
-        self.found.masks = {
-            n: how
-            for n, how in self.other_masks.items()
-            if n in alive and not any(IDS in self.labels[m] or m in self.counted for m in self.mask_of.get(n, ()))
-        }
-
-    # ---- helpers ------------------------------------------------------------------------------------------------
-    def _leaves(self, node: fx.Node, label: str) -> None:
-        if label in (IDS, PERM, TOK) or (label == MASK and len(dims(node)) >= 2):
-            self.found.escapes = True
-        self.found.fates["they are returned" if label == IDS else "what is counted or masked by them is returned"] = (
-            None
-        )
-
-    def _from_here(self, node: fx.Node) -> None:
-        if self.at is not None:
-            self.came.setdefault(node, set()).add(self.at)
-
-    def _go(self, node: fx.Node, label: str, origin: fx.Node) -> None:
-        self._from_here(node)
-        self.pending.append((node, label, origin))
-
-    def _ids_go(self, node: fx.Node, user: fx.Node, origin: fx.Node) -> None:
-        self.parents.setdefault(user, set()).add(node if IDS in self.labels.get(node, ()) else origin)
-        self.found.chain.setdefault(user, origin)
-        how = self._mixing(node, user)
-        if how:
-            self.found.mixed[user] = how
-        self._go(user, IDS, user)
-
-    def _mixing(self, node: fx.Node, user: fx.Node) -> str:
-        """How an operator makes of the chosen ids something that no router chose for this token; "" if it does not."""
-        name = spelling(user)
-        if name in ("roll", "flip", "fliplr", "flipud"):
-            return f"{name} ({user.name}) moves them to other tokens or columns"
-        if out_of_order(self.flow, user):
-            return f"{name} ({user.name}) moves them to other tokens"
-        if name not in _MIXING:
-            return ""
-        if (expert := self._filled(user, name)) is not None:
-            return f"{name} ({user.name}) puts expert {expert} in the place of some of them"
-        for other in self._others(user, node):
-            seen = value(other)
-            if (
-                not is_tensor(other)
-                or seen.dtype.is_floating_point
-                or seen.dtype.is_complex
-                or seen.dtype == torch.bool
-            ):
-                continue
-            if name in _CHOOSING and self._is_choice(other):
-                return f"{name} ({user.name}) takes one or another of them ({node.name}, {other.name})"
-            if all(size == 1 for size in dims(other)) or self.labels.get(other):
-                continue
-            if spelling(other) in RANDOM or (self.flow.kind(other) == "data" and not self._made_of_ids(other)):
-                return f"{name} ({user.name}) mixes them with other integers ({other.name})"
-        return ""
-
-    def _filled(self, user: fx.Node, name: str) -> int | None:
-        """An expert that some ids are replaced with, by a condition that leaves the weights as they are; None if there is none.
-
-        What depends on the id alone is a placement of experts. Where the condition zeroes the weights too, the choice was dropped,
-        and its number is only made safe for an index.
-        """
-        place = {"masked_fill": 2, "where": 1, "setitem": 2}.get(name)
-        if place is None:
-            return None
-        given = [argument(user, at, label) for at, label in ((place, "value"), (2, "other"))]
-        filled = next((v for v in given if isinstance(v, int) and not isinstance(v, bool)), None)
-        if filled is None or not isinstance(self.experts, int) or not 0 <= filled < self.experts:
-            return None
-        method = user.op == "call_method"
-        condition = self.flow.operand(user, user.args[0 if name == "where" and not method else 1])
-        if condition is None or not is_tensor(condition) or value(condition).dtype != torch.bool:
-            return None
-        return None if self._told_by_id(condition) or self._tells_weights(condition) else filled
-
-    def _told_by_id(self, condition: fx.Node) -> bool:
-        """Whether a condition is a function of each id by itself: a relabelling, the same for every token."""
-        stack, seen = [condition], {condition}
-        while stack:
-            top = stack.pop()
-            if top in self.starts or self.flow.kind(top) != "data":
-                continue
-            if spelling(top) not in _ONE_BY_ONE:
-                return False
-            for source in self.flow.inputs(top):
-                if source not in seen:
-                    seen.add(source)
-                    stack.append(source)
-        return True
-
-    def _tells_weights(self, condition: fx.Node) -> bool:
-        """Whether a condition is used for floating-point values, too."""
-        stack = [condition, *(self.flow.inputs(condition) if spelling(condition) == "not" else ())]
-        seen = set(stack)
-        while stack and len(seen) < 60:
-            top = stack.pop()
-            for user in self.flow.users(top):
-                if user in seen or not is_tensor(user) or spelling(user) in CREATION:
-                    continue
-                reads = [n for n in self.flow.inputs(user) if is_tensor(n) and value(n).dtype.is_floating_point]
-                if value(user).dtype.is_floating_point and (reads or spelling(user) in _REARRANGE):
-                    return True
-                if value(user).dtype == torch.bool:
-                    seen.add(user)
-                    stack.append(user)
-        return False
-
-    def _is_choice(self, node: fx.Node) -> bool:
-        """Whether a value is these ids, or some of them, as they were chosen."""
-        stack, seen = [node], {node}
-        while stack:
-            top = stack.pop()
-            if top in self.starts:
-                return True
-            if spelling(top) not in _UNCHANGED:
-                continue
-            for source in self.flow.inputs(top):
-                if source not in seen and is_tensor(source) and not value(source).dtype.is_floating_point:
-                    seen.add(source)
-                    stack.append(source)
-        return False
-
-    def _made_of_ids(self, node: fx.Node) -> bool:
-        """Whether a value comes from these ids (and their scores) alone: a place in an expert's queue, say."""
-        stack, seen, found = [node], {node}, False
-        while stack:
-            top = stack.pop()
-            if top in self.starts or top in self.roots:
-                found = True
-                continue
-            if self.flow.kind(top) != "data":
-                continue
-            if top.op == "placeholder" or self.flow.order[top] < self.first or spelling(top) in _SELECTIONS:
-                return False
-            for source in self.flow.inputs(top):
-                if source not in seen:
-                    seen.add(source)
-                    stack.append(source)
-        return found
-
-    def _depends(self, node: fx.Node) -> bool:
-        """Whether a value depends on these ids."""
-        stack, seen = [node], {node}
-        while stack:
-            top = stack.pop()
-            if top in self.starts:
-                return True
-            for source in self.flow.inputs(top):
-                if source not in seen and self.flow.order.get(source, 0) > self.first:
-                    seen.add(source)
-                    stack.append(source)
-        return False
-
-    def _told_apart(self, node: fx.Node, user: fx.Node, origin: fx.Node, birth: fx.Node | None = None) -> None:
-        """TOK goes on; a value that was split off another one is a set of tokens of its own."""
-        split = spelling(user) in ("getitem", "select", "unbind", "index_select", "narrow") and node in self.births
-        self.births.setdefault(user, birth or (user if split or node not in self.births else self.births[node]))
-        self._go(user, TOK, origin)
-
-    def _scores_a_choice(self, node: fx.Node) -> bool:
-        """Whether a product is scores of a further selection (a second level of routing), rather than an expert's work."""
-        stack, seen = [node], {node}
-        while stack and len(seen) < 40:
-            for user in self.flow.users(stack.pop()):
-                if (spelling(user) in _SELECTIONS and spelling(user) not in ("max", "min")) or _picks_along_a_dimension(
-                    user
-                ):
-                    return True
-                if user in seen or spelling(user) in CONTRACTIONS or is_opaque(user) or user.op == "output":
-                    continue
-                if spelling(user) in _SCORING:
-                    seen.add(user)
-                    stack.append(user)
-        return False
-
-    def _event(self, user: fx.Node, kind: str, origin: fx.Node, weights: Sequence[fx.Node]) -> None:
-        self.found.events[user] = kind
-        self.found.direct.add(origin)
-        self._from_here(user)
-        for source in weights:
-            for weight in self.flow.weights(source):
-                self.found.weights[weight] = None
-
-    def _others(self, user: fx.Node, node: fx.Node) -> list[fx.Node]:
-        return [n for n in self.flow.inputs(user) if n is not node and (is_tensor(n) or spelling(n) == "setitem")]
-
-    def _beyond(self, node: fx.Node) -> bool:
-        """True if the value depends on the token by another way than the router's scores."""
-        if self.flow.kind(node) != "data":
-            return False
-        stack, seen = [node], {node}
-        while stack:
-            top = stack.pop()
-            if top in self.roots or self.flow.kind(top) != "data":
-                continue
-            if top.op == "placeholder" or self.flow.order[top] < self.first:
-                if is_tensor(top) or top.op != "placeholder":
-                    return True
-                continue
-            for source in self.flow.inputs(top):
-                if source not in seen:
-                    seen.add(source)
-                    stack.append(source)
-        return False
-
-    def _counts_experts(self, size: Any) -> bool:
-        """Whether a size can be the number of experts: what was chosen among, or less where the router's weight is padded."""
-        if size == self.experts:
-            return True
-        return isinstance(size, int) and isinstance(self.experts, int) and 2 <= size < self.experts <= 2 * size
-
-    def _is_bank(self, weight: fx.Node) -> bool:
-        """Whether a weight holds all experts' parameters."""
-        shape = dims(weight)
-        return len(shape) >= 3 and (self.experts in shape or self._counts_experts(shape[0]))
-
-    def _made_by_experts(self, node: fx.Node) -> bool:
-        """True if parameters with an expert dimension, or several experts stacked, are contracted on the way to this value."""
-        stack, seen = [node], {node}
-        while stack and len(seen) < 400:
-            top = stack.pop()
-            name = spelling(top)
-            if (
-                name in ("stack", "cat")
-                and len(self.flow.inputs(top)) >= 2
-                and (self.experts is None or self._counts_experts(len(self.flow.inputs(top))))
-            ):
-                return True
-            if name in CONTRACTIONS or is_opaque(top):
-                weights = [n for n in self.flow.inputs(top) if self.flow.kind(n) == "weight"]
-                if any(self._is_bank(w) for w in weights):
-                    return True
-            for source in self.flow.inputs(top):
-                if (
-                    source not in seen
-                    and self.flow.order.get(source, 0) > self.first
-                    and self.flow.kind(source) == "data"
-                ):
-                    seen.add(source)
-                    stack.append(source)
-        return False
+    def _rule(self, label: str) -> Rule:
+        rules: dict[str, Rule] = {
+            IDS: self._ids, MASK: self._mask, PERM: self._perm, SEL: self._sel, TOK: self._tok, PROD: self._prod,
+        }  # fmt: skip
+        return rules[label]
 
     def _fused(self, node: fx.Node, user: fx.Node, origin: fx.Node) -> bool:
         """A custom or grouped product that takes tokens and weights beside what came from the ids."""
-        others = self._others(user, node)
-        weights = [n for n in others if self.flow.kind(n) == "weight" and len(dims(n)) >= 2]
-        tokens = [n for n in others if self._beyond(n) or TOK in self.labels.get(n, ())]
-        picked = [n for n in others if SEL in self.labels.get(n, ())]
+        beside = others(self.flow, user, node)
+        weights = [n for n in beside if self.flow.kind(n) == "weight" and len(dims(n)) >= 2]
+        tokens = [n for n in beside if self.origins.beyond(n) or TOK in self.labels.get(n, ())]
+        picked = [n for n in beside if SEL in self.labels.get(n, ())]
         if tokens and (weights or picked or any(dims(t) == dims(user) and dims(user) for t in tokens)):
             self._event(user, "grouped", origin, weights)
             return True
@@ -486,11 +79,11 @@ class _Follow:
 
     # ---- one rule set for each label ----------------------------------------------------------------------------
     def _ids(self, node: fx.Node, user: fx.Node, name: str, origin: fx.Node) -> None:
-        others = self._others(user, node)
+        beside = others(self.flow, user, node)
         self._range(node, user, name)
         if name in _SHAPED and self.flow.operand(user, argument(user, 0, "input", "self")) is not node:
             return  # its shape or its dtype alone
-        if is_opaque(user) or name in _GROUPED:
+        if is_opaque(user) or name in GROUPED:
             if not self._fused(node, user, origin):
                 self._ids_go(node, user, origin)
             return
@@ -505,11 +98,11 @@ class _Follow:
             if name == "msort":
                 self._ids_go(node, user, origin)
             return
-        if name in _COMPARISONS or name in ("one_hot", "bincount", "histc", "bucketize"):
-            self._turned(user, name == "ne")
+        if name in COMPARISONS or name in ("one_hot", "bincount", "histc", "bucketize"):
+            self.masks.mark(user, name == "ne")
             self._go(user, MASK, origin)
             return
-        if name in ("nonzero", "where") and len(others) == 0:
+        if name in ("nonzero", "where") and len(beside) == 0:
             self._go(user, PERM, origin)
             return
         if name in (
@@ -524,16 +117,16 @@ class _Follow:
         ):
             self._scattered(node, user, name, origin)
             return
-        if name in _PICKING and self._picks(node, user, name, origin):
+        if name in PICKS and self._picks(node, user, name, origin):
             return
-        if name in _SELECTIONS or name in CONTRACTIONS or name in CREATION:
+        if name in SELECTIONS or name in CONTRACTIONS or name in CREATION:
             return
-        if is_tensor(user) and (value(user).dtype.is_floating_point is False or name in _REARRANGE):
+        if is_tensor(user) and (value(user).dtype.is_floating_point is False or name in REARRANGE):
             if name in ("cumsum", "sum", "prod", "any", "all"):
                 self._go(user, MASK, origin)
             else:
                 self._ids_go(node, user, origin)
-        elif value(user) is not None and not is_tensor(user) and not _picks_along_a_dimension(user):
+        elif value(user) is not None and not is_tensor(user) and not picks_along_a_dimension(user):
             for item in self.flow.users(user):
                 if is_tensor(item) and not value(item).dtype.is_floating_point:
                     self._ids_go(node, item, origin)
@@ -552,23 +145,18 @@ class _Follow:
         if target is node:
             self._ids_go(node, user, origin)  # some ids are replaced: -1 for dropped tokens, say
         elif name in ("index_copy", "index_add", "index_put") and any(
-            self._beyond(n) for n in self._others(user, node)
+            self.origins.beyond(n) for n in others(self.flow, user, node)
         ):
             self._told_apart(node, user, origin)  # tokens laid into their experts' buffers
         else:
             given = argument(user, 2 if name in ("setitem", "index_put") else 3, "value", "src", "values")
-            low = target is not None and _is_low(target)
-            if target is not None and self._thresholded(target):
-                self.other_masks[user] = f"{name} ({user.name}) joins them with experts that a threshold chose"
-            self._turned(user, _is_low(given) or (_is_zero(given) and not low))
+            low = target is not None and is_low(target)
+            if target is not None and (base := number_of(target)) is not None and base < NEVER:
+                self.masks.low.add(user)
+            if target is not None and self.masks.thresholded(target):
+                self.masks.changes[user] = f"{name} ({user.name}) joins them with experts that a threshold chose"
+            self.masks.mark(user, is_low(given) or (is_zero(given) and not low))
             self._go(user, MASK, origin)
-
-    def _turned(self, mask: fx.Node, inverse: bool) -> None:
-        """Note whether a MASK is zero (or -inf) where the ids are, rather than elsewhere."""
-        (self.inverse if inverse else self.upright).add(mask)
-
-    def _left_out(self, mask: fx.Node) -> bool:
-        return mask in self.inverse and mask not in self.upright
 
     def _picks(self, node: fx.Node, user: fx.Node, name: str, origin: fx.Node) -> bool:
         """`source[ids]` in all its spellings; False if the ids are the source here."""
@@ -597,16 +185,17 @@ class _Follow:
         elif kind == "weight" and set(self.flow.weights(source)) <= self.gate:
             self.found.fates["they pick rows of the router's own weight (keys or codes)"] = None
         elif kind == "weight":
+            self.indexing.append((user, node))
             self._go(user, SEL, origin)
             if len(dims(source)) < 3:
                 self.vectors.setdefault(user, set()).add(source)
                 self.vector_sources.add(source)
-        elif self._beyond(source):
+        elif self.origins.beyond(source):
             axis = argument(user, 1, "dim") if name in ("gather", "index_select") else argument(user, 2, "dim")
             position = axis if isinstance(axis, int) else _indexed_dimension(user, node, self.flow)
             shape = dims(source)
-            expert_axis = position is not None and shape and self._counts_experts(shape[position % len(shape)])
-            if expert_axis and len(shape) >= 3 and self._made_by_experts(source):
+            expert_axis = position is not None and shape and self.experts.counts(shape[position % len(shape)])
+            if expert_axis and len(shape) >= 3 and self.experts.made_together(source):
                 self._event(user, "outputs", origin, [])
             elif IDS in self.labels.get(source, ()):
                 self._ids_go(node, user, origin)
@@ -615,29 +204,33 @@ class _Follow:
         return True
 
     def _mask(self, node: fx.Node, user: fx.Node, name: str, origin: fx.Node) -> None:
-        others = self._others(user, node)
-        turned = self._left_out(node) != self._turns(node, user, name)
-        if how := self._another_mask(node, user, name):
-            self.other_masks[user] = f"{name} ({user.name}) {how}"
-            self.mask_of.setdefault(user, set()).add(node)
+        beside = others(self.flow, user, node)
+        turned = self.masks.left_out(node) != self.masks.turns(node, user, name)
+        self.masks.note(node, user, name)
+        if (
+            name == "div"
+            and self.flow.operand(user, user.args[1]) is node
+            and any(self.origins.depends(n) for n in beside)
+        ):
+            return  # a sum that weights are divided by
         for result in (user, *(() if is_tensor(user) else self.flow.users(user))):
-            self._turned(result, turned)
+            self.masks.mark(result, turned)
         if turned and (name in CONTRACTIONS or name in ("nonzero", "argwhere", "masked_select") or is_opaque(user)):
             self.found.fates[_LEFT_OUT] = None
             return
-        if is_opaque(user) or name in _GROUPED:
+        if is_opaque(user) or name in GROUPED:
             if not self._fused(node, user, origin):
                 self._go(user, MASK, origin)
             return
-        if name in ("nonzero", "where", "argwhere") and not others:
+        if name in ("nonzero", "where", "argwhere") and not beside:
             self._go(user, PERM, origin)
             for item in self.flow.users(user):
                 self._go(item, PERM, origin)
             return
-        if name in _SELECTIONS:
+        if name in SELECTIONS:
             self.found.fates["they mask another selection (a group, or a choice already made)"] = None
             return
-        tokens = [n for n in others if self._beyond(n)]
+        tokens = [n for n in beside if self.origins.beyond(n)]
         if (
             name in ("getitem", "masked_select", "index_select")
             and tokens
@@ -648,7 +241,7 @@ class _Follow:
         if name in CREATION:
             return
         if not tokens:
-            weights = [n for n in others if self.flow.kind(n) == "weight" and len(dims(n)) >= 2]
+            weights = [n for n in beside if self.flow.kind(n) == "weight" and len(dims(n)) >= 2]
             if name in CONTRACTIONS and weights:
                 self._go(user, SEL, origin)
                 for weight in weights:
@@ -672,138 +265,28 @@ class _Follow:
                 if spreads or TOK in self.labels.get(partner, ()):
                     self._weighs(user, partner, origin)
 
-    def _another_mask(self, node: fx.Node, user: fx.Node, name: str) -> str:
-        """How an operator makes of a mask one that says something else than who was chosen; "" if it does not."""
-        given = [self.flow.operand(user, a) for a in user.args[:2]]
-        others = self._others(user, node)
-        number = next((a for a in user.args[:2] if isinstance(a, int | float) and not isinstance(a, bool)), None)
-        if name in ("xor", "bitwise_xor", "logical_xor", "abs", "neg"):
-            return "does not keep who was chosen"
-        if name == "sub":
-            reverse = "rsub" in str(user.target)
-            first = given[0] if given else None
-            if reverse or (first is not None and first is not node and MASK not in self.labels.get(first, ())):
-                return "takes those that were chosen away from the others"
-            if number is not None and first is node:
-                self.shifted.add(user)
-        if node in self.shifted:
-            if name in ("mul", "div", *_REARRANGE):
-                self.shifted.add(user)
-            elif name not in ("add", "sub", *CREATION):
-                return "does not keep who was chosen"
-        if name == "mul" and number is not None and number < 0:
-            return "turns chosen and not chosen about"
-        if name in ("add", "sub") and argument(user, 2, "alpha", default=1) != 1:
-            return "takes those that were chosen away from the others"
-        if name == "ne" and not (len(user.args) > 1 and _is_zero(user.args[1])):
-            return "does not keep who was chosen"
-        source = given[0] if given and given[0] is not node else None
-        looked_up = name == "getitem" and source is not None and self.flow.kind(source) != "data" and is_tensor(node)
-        if looked_up and value(node).dtype != torch.bool:
-            return "looks up another value for those that were chosen"
-        if name == "where" and user.op != "call_method" and given and given[0] is node and others:
-            branches = user.args[1:3]
-            plain = [b for b in branches if _is_zero(b) or _is_low(b)]
-            if not plain and not any(self._beyond(n) for n in others):
-                return "takes one or another value by them"
-        if name in _JOINS and any(self._thresholded(n) for n in others):
-            return "joins them with experts that a threshold chose"
-        return ""
-
-    def _thresholded(self, node: fx.Node) -> bool:
-        """Whether a value is made of scores by comparing them with something, without a selection between."""
-        if MASK in self.labels.get(node, ()):
-            return False
-        stack, seen, compared = [node], {node}, False
-        while stack:
-            top = stack.pop()
-            if self.flow.kind(top) != "data" or spelling(top) in _SELECTIONS or top in self.starts:
-                continue
-            if top in self.roots or top.op == "placeholder" or self.flow.order[top] < self.first:
-                continue
-            sources = self.flow.inputs(top)
-            if spelling(top) in ("gt", "ge", "lt", "le") and any(
-                is_tensor(n) and value(n).dtype.is_floating_point and self._scored(n) for n in sources
-            ):
-                compared = True
-            for source in sources:
-                if source not in seen:
-                    seen.add(source)
-                    stack.append(source)
-        return compared
-
-    def _scored(self, node: fx.Node) -> bool:
-        """Whether a value comes from the router's product with no selection between."""
-        stack, seen = [node], {node}
-        while stack:
-            top = stack.pop()
-            if top in self.roots:
-                return True
-            if spelling(top) in _SELECTIONS or top in self.starts or self.flow.order.get(top, 0) < self.first:
-                continue
-            for source in self.flow.inputs(top):
-                if source not in seen:
-                    seen.add(source)
-                    stack.append(source)
-        return False
-
-    def _turns(self, node: fx.Node, user: fx.Node, name: str) -> bool:
-        """Whether an operator makes of a mask the mask of everything else."""
-        if name == "not":
-            return True
-        if name == "sub":
-            return not isinstance(user.args[0], fx.Node)
-        if name in ("eq", "lt", "le"):
-            return not any(is_tensor(n) for n in self._others(user, node)) and (name != "eq" or _is_zero(user.args[1]))
-        place = {"masked_fill": (1, 2), "where": (0, 1), "setitem": (1, 2), "index_put": (1, 2)}.get(name)
-        if place is None or (name == "where" and user.op == "call_method"):
-            return False
-        index = user.args[place[0]] if len(user.args) > place[0] else None
-        masks = index if isinstance(index, tuple | list) else (index,)
-        filled = argument(user, place[1], "value", "input", "values")
-        return any(isinstance(m, fx.Node) and self.flow.operand(user, m) is node for m in masks) and (
-            _is_zero(filled) or _is_low(filled)
-        )
-
     def _weighs(self, user: fx.Node, partner: fx.Node, origin: fx.Node) -> None:
-        if self._made_by_experts(partner):
+        if self.experts.made_together(partner):
             self._event(user, "combine", origin, [])
         else:
             self._told_apart(user, user, origin)
-            late = self.flow.order[partner] > self.first
-            if late and self._own_expert(partner) and not self._depends(partner):
+            late = self.flow.order[partner] > self.origins.first
+            if late and self.experts.made_by_one(partner) and not self.origins.depends(partner):
                 self._from_here(user)
                 self.expert_hits.append((user, partner, self.births[user], origin))
 
-    def _own_expert(self, partner: fx.Node) -> bool:
-        """True if the value is what one expert makes of the token: contracted with a weight since the router."""
-        stack, seen = [partner], {partner}
-        while stack and len(seen) < 60:
-            top = stack.pop()
-            if spelling(top) in CONTRACTIONS and any(self.flow.kind(n) == "weight" for n in self.flow.inputs(top)):
-                return True
-            for source in self.flow.inputs(top):
-                if (
-                    source not in seen
-                    and self.flow.order.get(source, 0) > self.first
-                    and self.flow.kind(source) == "data"
-                ):
-                    seen.add(source)
-                    stack.append(source)
-        return False
-
     def _perm(self, node: fx.Node, user: fx.Node, name: str, origin: fx.Node) -> None:
-        others = self._others(user, node)
+        beside = others(self.flow, user, node)
         if is_opaque(user):
             self._fused(node, user, origin)
             return
-        if name in _PICKING:
+        if name in PICKS:
             source = self.flow.operand(user, argument(user, 1 if name == "embedding" else 0, "input", "self"))
             if source is node:
                 self._go(user, PERM, origin)
             elif source is not None and IDS in self.labels.get(source, ()):
                 self._ids_go(node, user, origin)
-            elif source is not None and self._beyond(source):
+            elif source is not None and self.origins.beyond(source):
                 self._told_apart(node, user, origin)
             elif source is not None and self.flow.kind(source) == "const":
                 self._go(user, PERM, origin)
@@ -813,7 +296,7 @@ class _Follow:
                         self._go(user, known, origin)
             return
         if name in ("setitem", "scatter", "index_put", "index_copy", "index_add", "scatter_add"):
-            if all(self.flow.kind(n) != "data" for n in others):
+            if all(self.flow.kind(n) != "data" for n in beside):
                 self._go(user, PERM, origin)
             return
         if name in ("argsort", "sort"):
@@ -828,12 +311,14 @@ class _Follow:
                 self._go(item, PERM, origin)
 
     def _sel(self, node: fx.Node, user: fx.Node, name: str, origin: fx.Node) -> None:
-        others = self._others(user, node)
+        beside = others(self.flow, user, node)
         tokens = [
-            n for n in others if self._beyond(n) or TOK in self.labels.get(n, ()) or PROD in self.labels.get(n, ())
+            n
+            for n in beside
+            if self.origins.beyond(n) or TOK in self.labels.get(n, ()) or PROD in self.labels.get(n, ())
         ]
         vector = self.vectors.get(node)
-        if (name in CONTRACTIONS or is_opaque(user)) and tokens and self._scores_a_choice(user):
+        if (name in CONTRACTIONS or is_opaque(user)) and tokens and scores_a_choice(self.flow, user):
             self.found.fates["they pick a second router, whose choice this is not"] = None
             return
         if (name in CONTRACTIONS or is_opaque(user)) and tokens:
@@ -848,7 +333,7 @@ class _Follow:
             if vector is not None:
                 self.vectors.setdefault(user, set()).update(vector)
             return
-        if tokens or name in CREATION or (name in CONTRACTIONS and any(self.flow.kind(n) == "weight" for n in others)):
+        if tokens or name in CREATION or (name in CONTRACTIONS and any(self.flow.kind(n) == "weight" for n in beside)):
             return
         results = [user] if is_tensor(user) else list(self.flow.users(user))
         for result in results:
@@ -875,24 +360,24 @@ class _Follow:
                 self.vector_hits.append((user, origin))
             else:
                 self._event(user, "weights", origin, [])
-        elif name in _REARRANGE:
+        elif name in REARRANGE:
             self._go(user, PROD, origin)
             if node in self.vectors:
                 self.vectors.setdefault(user, set()).update(self.vectors[node])
 
     def _tok(self, node: fx.Node, user: fx.Node, name: str, origin: fx.Node) -> None:
-        others = self._others(user, node)
+        beside = others(self.flow, user, node)
         if is_opaque(user) or name in CONTRACTIONS:
-            weights = [n for n in others if self.flow.kind(n) == "weight" and len(dims(n)) >= 2]
-            if any(self._is_bank(w) for w in weights) and name not in _GROUPED:
+            weights = [n for n in beside if self.flow.kind(n) == "weight" and len(dims(n)) >= 2]
+            if any(self.experts.is_bank(w) for w in weights) and name not in GROUPED:
                 self._event(user, "experts", origin, weights)
-            elif weights and name not in _GROUPED:
+            elif weights and name not in GROUPED:
                 birth = self.births.get(node, node)
                 self.came.setdefault(user, set()).add(node)
                 self.expert_hits.extend((user, weight, birth, origin) for weight in weights)
             return
         if (
-            name in _SELECTIONS
+            name in SELECTIONS
             or name in CREATION
             or name in ("sum", "mean", "index_add", "scatter_add", "index_copy", "add", "setitem")
         ):
@@ -900,46 +385,6 @@ class _Follow:
         results = [user] if is_tensor(user) else list(self.flow.users(user))
         for result in results:
             self._told_apart(node, result, origin)
-
-
-def _reached(ends: Iterable[fx.Node], before: dict[fx.Node, set[fx.Node]]) -> set[fx.Node]:
-    stack, seen = list(ends), set(ends)
-    while stack:
-        for source in before.get(stack.pop(), ()):
-            if source not in seen:
-                seen.add(source)
-                stack.append(source)
-    return seen
-
-
-def _filling(given: Any) -> Any:
-    """The number that fills a tensor, or that a tensor of one value has; None if there is no one number."""
-    if not isinstance(given, fx.Node):
-        return given if isinstance(given, int | float) else None
-    name = spelling(given)
-    if name in ("zeros", "zeros_like", "new_zeros"):
-        return 0
-    if name in ("ones", "ones_like", "new_ones"):
-        return 1
-    if name in ("full", "full_like", "new_full"):
-        found = argument(given, 2 if name == "new_full" else 1, "fill_value")
-        return found if isinstance(found, int | float) else None
-    return None
-
-
-def _is_zero(given: Any) -> bool:
-    return bool(_filling(given) == 0)
-
-
-def _is_low(given: Any) -> bool:
-    """-inf, or what stands for it: any number below what a score that is kept has."""
-    found = _filling(given)
-    return bool(found is not None and found < 0)
-
-
-def _picks_along_a_dimension(node: fx.Node) -> bool:
-    """`max(dim)` or `min(dim)`, which return indices as well."""
-    return spelling(node) in ("max", "min") and not is_tensor(node)
 
 
 def _indexed_dimension(user: fx.Node, ids: fx.Node, flow: DataFlow) -> int | None:

@@ -23,7 +23,8 @@ from r3_pass.registry.dataflow import (
     is_tensor,
     spelling,
 )
-from r3_pass.registry.unchanged import moved_order
+from r3_pass.registry.operators import PIECES
+from r3_pass.registry.turns import moved_order
 
 _MOVES = frozenset({"flip", "roll", "flipud", "fliplr", "index_select", "gather", "take_along_dim", "sort", "rot90"})
 _WRITES = frozenset({"setitem", "index_put", "index_copy", "scatter", "index_add", "scatter_add"})
@@ -218,7 +219,7 @@ def _cut(flow: DataFlow, part: fx.Node | None, axis: int) -> tuple[fx.Node, Any,
                 return None
             if not is_tensor(source):  # an item of chunk, split or unbind
                 whole = flow.operand(source, argument(source, 0, "input", "tensor", "self"))
-                pieces = spelling(source) in ("chunk", "split", "tensor_split", "split_with_sizes", "unbind")
+                pieces = spelling(source) in PIECES
                 number = part.args[1]
                 return (whole, number, number + 1) if whole is not None and pieces and isinstance(number, int) else None
             if flow.kind(source) == "data":

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._python_dispatch import _disable_current_modes
 
 from r3_pass.registry.dataflow import (
     DataFlow,
@@ -27,18 +26,15 @@ from r3_pass.registry.dataflow import (
     spelling,
     value,
 )
-from r3_pass.registry.dispatch import Dispatch, follow_ids
-from r3_pass.registry.scores import Root
-from r3_pass.registry.unchanged import number_of
-from r3_pass.registry.zeroed import Zeroed, all_weighed
-
-_ARITHMETIC = frozenset({
-    "add", "sub", "mul", "floordiv", "mod", "eq", "ne", "gt", "ge", "lt", "le", "and", "or", "not", "xor", "where", "masked_fill",
-    "clamp", "clamp_min", "clamp_max", "clip",
-})  # fmt: skip
-_CASTS = frozenset({"to", "long", "int", "float", "type_as", "half", "bfloat16", "double", "convert_element_type"})
-_LAYOUTS = frozenset({"view", "contiguous", "clone", "detach", "alias"})
-_MAX_VALUES = 4096
+from r3_pass.registry.dispatch import follow_ids
+from r3_pass.registry.dispatched import Dispatch
+from r3_pass.registry.dropped import downstream, everywhere
+from r3_pass.registry.id_tables import function_tables
+from r3_pass.registry.layout import first_layout
+from r3_pass.registry.numbers import number_of
+from r3_pass.registry.trace import Root
+from r3_pass.registry.weighed import all_weighed
+from r3_pass.registry.zeroed import Zeroed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,16 +65,16 @@ def partition(
     used = [n for n in ids if flow.users(n)]
     if len(used) != 1 or not roots:
         return None
-    tables = _tables(flow, used[0], experts)
+    tables = function_tables(flow, used[0], experts)
     masked = list(_masked(flow, tables))
-    owned = {kept for _, _, kept in masked if kept is not None}
+    owned = {kept for _, kept in masked if kept is not None}
     if len(owned) != 1:
         return None
     (kept,) = owned
     first, count = kept[0], len(kept)
     if kept != tuple(range(first, first + count)) or experts % count:
         return None
-    weights = [(n, condition) for n, condition, mine in masked if mine is not None]
+    weights = [n for n, mine in masked if mine is not None]
     for local, table in tables.items():
         if local is used[0] or dims(local) != dims(used[0]) or table.dtype.is_floating_point:
             continue
@@ -88,78 +84,25 @@ def partition(
         held = [_rows(w) for w in dispatch.weights if len(dims(w)) >= 3]
         if not (dispatch.proved and held and set(held) == {count}):
             continue
-        zeroed = Zeroed(flow, used[0], k_dim, tables, local)
-        if all(zeroed.starts(*w) for w in weights) and _alone(
-            flow, roots, local, [w for w, _ in weights], zeroed, dispatch
-        ):
+        others = torch.ones(experts, dtype=torch.bool, device="cpu")
+        others[first : first + count] = False
+        functions = {n: everywhere(found[others]) for n, found in tables.items()}
+        start = {used[0]: first_layout(used[0], k_dim)}
+        zeroed = Zeroed(flow, start, {}, functions, lambda node, local=local: node is local)  # type: ignore[misc]  # binds it
+        zeroed.read([n for n in tables if n is not used[0]])
+        zeroed.read(weights)
+        if all(zeroed.known.get(w) is False for w in weights) and _alone(flow, roots, local, weights, zeroed, dispatch):
             return Partition(used[0], local, first, count, dispatch)
     return None
 
 
 def shares(flow: DataFlow, ids: fx.Node, experts: int) -> set[tuple[int, ...]]:
     """For which experts some weights stay, of those that are zeroed by the id alone."""
-    return {kept for _, _, kept in _masked(flow, _tables(flow, ids, experts)) if kept is not None}
+    return {kept for _, kept in _masked(flow, function_tables(flow, ids, experts)) if kept is not None}
 
 
-def _tables(flow: DataFlow, ids: fx.Node, experts: int) -> dict[fx.Node, Tensor]:
-    """What each value that is a function of one id by itself is for the ids 0 .. E - 1, in graph order."""
-    with _disable_current_modes(), torch.no_grad():
-        tables = {ids: torch.arange(experts, device="cpu")}
-        waiting = set(flow.users(ids))
-        while waiting and len(tables) < _MAX_VALUES:
-            node = min(waiting, key=flow.order.__getitem__)
-            waiting.remove(node)
-            found = _run(flow, node, tables)
-            if found is not None:
-                tables[node] = found
-                waiting.update(u for u in flow.users(node) if u.op in ("call_function", "call_method"))
-    return tables
-
-
-def _run(flow: DataFlow, node: fx.Node, tables: dict[fx.Node, Tensor]) -> Tensor | None:
-    """A value by the graph's own operator; None if it is none that looks at one id by itself, or mixes in something else."""
-    name = spelling(node)
-    if not is_tensor(node) or is_inplace(node) or node.kwargs.get("out") is not None:
-        return None
-    if name in _LAYOUTS or name in _CASTS:
-        source = flow.operand(node, argument(node, 0, "input", "self"))
-        if source not in tables or (name in _CASTS and dims(source) != dims(node)):
-            return None
-        if name in _LAYOUTS and value(source).dtype is not value(node).dtype:
-            return None  # view(dtype): the same bits, other numbers
-        return tables[source].to(value(node).dtype)
-    if name not in _ARITHMETIC or not node.args:
-        return None
-    arguments: list[Any] = []
-    for given in node.args:
-        made = _argument(flow, node, given, tables)
-        if made is None and given is not None:
-            return None
-        arguments.append(made)
-    keywords = {k: _argument(flow, node, v, tables) for k, v in node.kwargs.items()}
-    if any(made is None and node.kwargs[k] is not None for k, made in keywords.items()):
-        return None
-    operator: Any = getattr(arguments.pop(0), str(node.target)) if node.op == "call_method" else node.target
-    try:
-        result = operator(*arguments, **keywords)
-    except (TypeError, RuntimeError):  # it does not take one id, or one number, in the place of many
-        return None
-    return result if isinstance(result, Tensor) and result.dim() == 1 else None
-
-
-def _argument(flow: DataFlow, node: fx.Node, given: Any, tables: dict[fx.Node, Tensor]) -> Any:
-    """An operand for the E ids: a table of the same layout as the result, or one number."""
-    if not isinstance(given, fx.Node):
-        return given if isinstance(given, int | float | str) else None
-    source = flow.operand(node, given)
-    if source in tables:
-        return tables[source] if dims(source) == dims(node) else None
-    number = number_of(source)
-    return None if number is None else torch.tensor(number, device="cpu")
-
-
-def _masked(flow: DataFlow, tables: dict[fx.Node, Tensor]) -> Iterator[tuple[fx.Node, fx.Node, tuple[int, ...] | None]]:
-    """Floating-point values that are zeroed by the id, by which value, and for which ids they stay; None if none or all."""
+def _masked(flow: DataFlow, tables: dict[fx.Node, Tensor]) -> Iterator[tuple[fx.Node, tuple[int, ...] | None]]:
+    """Floating-point values that are zeroed by the id, and for which ids they stay; None if none or all."""
     for condition, table in tables.items():
         for user in flow.users(condition):
             if user in tables or not is_tensor(user) or not value(user).dtype.is_floating_point or is_inplace(user):
@@ -167,7 +110,7 @@ def _masked(flow: DataFlow, tables: dict[fx.Node, Tensor]) -> Iterator[tuple[fx.
             keep = _keeps(flow, user, condition, table)
             if keep is not None:
                 kept = tuple(keep.nonzero().flatten().tolist())
-                yield user, condition, kept if 0 < len(kept) < len(table) else None
+                yield user, kept if 0 < len(kept) < len(table) else None
 
 
 def _keeps(flow: DataFlow, user: fx.Node, condition: fx.Node, table: Tensor) -> Tensor | None:
@@ -200,26 +143,17 @@ def _alone(
 
     The weights must stay 0 where they are: what is made of them by anything but products and layouts is a way of its own.
     """
-    after = _downstream(flow, list(dispatch.events), ())
+    after = downstream(flow, list(dispatch.events))
     known, own = set(weights), set[fx.Node]()
-    for node in sorted(_downstream(flow, weights, ()) - known - after, key=flow.order.__getitem__):
+    for node in sorted(downstream(flow, weights) - known - after, key=flow.order.__getitem__):
         if known & set(flow.inputs(node)):
             zeroed.read([node])
-            (known if node in zeroed.layouts else own).add(node)
-    if not all_weighed(flow, local, _downstream(flow, [local, *known], ()), dispatch, zeroed):
+            (known if zeroed.known.get(node) is False else own).add(node)
+    made = downstream(flow, [local, *known])
+    if not all_weighed(flow, local, made, dispatch, zeroed, lambda node: node is local):
         return False
-    others = _downstream(flow, [*(root.node for root in roots), *own], (local, *known))
+    others = downstream(flow, [*(root.node for root in roots), *own], (local, *known))
     return not after & others
-
-
-def _downstream(flow: DataFlow, starts: Sequence[fx.Node], ends: Sequence[fx.Node]) -> set[fx.Node]:
-    stack, seen = list(starts), set(starts)
-    while stack:
-        for user in flow.users(stack.pop()):
-            if user not in seen and user.op != "output" and user not in ends:
-                seen.add(user)
-                stack.append(user)
-    return seen
 
 
 def _rows(weight: fx.Node) -> Any:

@@ -19,7 +19,7 @@ from torch import fx
 
 from r3_pass.registry.dataflow import DataFlow, argument, dims, is_tensor, product, spelling, value
 from r3_pass.registry.form import Selection
-from r3_pass.registry.unchanged import number_of
+from r3_pass.registry.numbers import number_of
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _CASTS = frozenset({"to", "float", "type", "type_as", "half", "bfloat16", "bool", "int", "long"})

@@ -7,11 +7,9 @@ weight whose free dimension is the span), or ends the search with a reason.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import fx
 
 from r3_pass.registry.dataflow import (
@@ -20,16 +18,21 @@ from r3_pass.registry.dataflow import (
     Dim,
     argument,
     dims,
-    fills,
     is_opaque,
     is_tensor,
-    plain,
     product,
     spelling,
-    value,
 )
-
-Span = tuple[int, int]  # first and last dimension, both included
+from r3_pass.registry.products import (
+    PRODUCTS,
+    column_weights,
+    through_einsum,
+    through_product,
+    through_tensordot,
+    weight_operands,
+)
+from r3_pass.registry.trace import Root, Span, Trace
+from r3_pass.registry.turns import moved_order
 
 _REDUCTIONS = frozenset({
     "sum", "mean", "amax", "amin", "max", "min", "prod", "logsumexp", "norm", "std", "var", "median", "nansum",
@@ -39,42 +42,8 @@ _ORDERING = frozenset({
     "sort", "argsort", "cumsum", "cumprod", "cummax", "cummin", "flip", "roll", "msort", "diff", "unfold",
     "multinomial", "bincount", "histc", "one_hot",
 })  # fmt: skip
-_PRODUCTS = frozenset({
-    "linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "int_mm", "scaled_mm", "weight_int8pack_mm", "weight_int4pack_mm",
-})  # fmt: skip
 _MULTIPLIES = frozenset(["mul", "sub"])
 _NODE_BUDGET = 600
-
-
-@dataclasses.dataclass(frozen=True)
-class Root:
-    """Where router scores come from: a product of data with a weight, or a graph input if the product is in another graph.
-
-    Attributes:
-        node: the product (or the placeholder).
-        weights: placeholders of the weight; empty for a graph input.
-        width: size of the product's expert dimension, at least the number of experts that are selected over.
-    """
-
-    node: fx.Node
-    weights: tuple[fx.Node, ...]
-    width: Dim
-
-
-@dataclasses.dataclass
-class Trace:
-    """What lies between a selection and its roots."""
-
-    roots: list[Root] = dataclasses.field(default_factory=list)
-    passed: list[fx.Node] = dataclasses.field(default_factory=list)
-    couples_tokens: fx.Node | None = None
-    starts_late: fx.Node | None = None
-    over_tokens: bool = False
-    dead_ends: list[str] = dataclasses.field(default_factory=list)
-
-    @property
-    def why_not(self) -> str:
-        return self.dead_ends[0] if self.dead_ends else "no path from a linear to the selected scores"
 
 
 def trace_scores(flow: DataFlow, scores: fx.Node, dim: int) -> Trace:
@@ -123,14 +92,14 @@ def _step(
         return _through_getitem(flow, node, span, trace)
     if name in CREATION or not shape:
         return []
-    if name in _PRODUCTS:
-        return _through_product(flow, node, name, span, trace)
+    if name in PRODUCTS:
+        return through_product(flow, node, name, span, trace)
     if name == "tensordot":
-        return _through_tensordot(flow, node, span, trace)
+        return through_tensordot(flow, node, span, trace)
     if name == "einsum":
-        return _through_einsum(flow, node, span, trace)
+        return through_einsum(flow, node, span, trace)
     if name in ("conv1d", "conv2d", "cdist") or (is_opaque(node) and span == (len(shape) - 1, len(shape) - 1)):
-        weights = _weight_operands(flow, node, size)
+        weights = weight_operands(flow, node, size)
         if weights:
             trace.roots.append(Root(node, weights, size))
             return []
@@ -208,101 +177,6 @@ def _through_elementwise(
     else:
         trace.dead_ends.append(f"{name} ({node.name}) makes the selected dimension from no router output")
     return []
-
-
-def _through_product(flow: DataFlow, node: fx.Node, name: str, span: Span, trace: Trace) -> list[tuple[fx.Node, Span]]:
-    shape = dims(node)
-    rank = len(shape)
-    offset = 1 if name in ("addmm", "baddbmm") else 0
-    left = flow.operand(node, argument(node, offset, "input", "mat1", "batch1", "self"))
-    right = flow.operand(node, argument(node, offset + 1, "weight", "mat2", "batch2", "other"))
-    if left is None or right is None:
-        return []
-    size = product(shape[span[0] : span[1] + 1])
-    carrier, other = (right, left) if span == (rank - 1, rank - 1) else (left, right)
-    if span[0] != span[1] or span[0] < rank - 2:
-        trace.dead_ends.append(f"the selection runs over a batch dimension of {name} ({node.name})")
-    elif flow.kind(carrier) == "weight" and flow.kind(other) == "data":
-        trace.roots.append(Root(node, flow.weights(carrier), size))
-    elif flow.kind(carrier) == "data" and flow.kind(other) == "weight":
-        trace.over_tokens = True
-        trace.dead_ends.append(f"the selection runs over tokens, not over the outputs of {name} ({node.name})")
-    else:
-        trace.dead_ends.append(
-            f"the scores are a product of two activations ({node.name}: query and key, say), not of a router weight"
-        )
-    return []
-
-
-def _through_tensordot(flow: DataFlow, node: fx.Node, span: Span, trace: Trace) -> list[tuple[fx.Node, Span]]:
-    """The result's dimensions are those of the left operand that are not summed over, then those of the right one."""
-    left, right = flow.operand(node, argument(node, 0, "a")), flow.operand(node, argument(node, 1, "b"))
-    if left is None or right is None:
-        return []
-    summed = argument(node, 2, "dims", default=2)
-    count = summed if isinstance(summed, int) else len(summed[0]) if isinstance(summed[0], tuple | list) else 1
-    carrier, other = (left, right) if span[1] < len(dims(left)) - count else (right, left)
-    if span[0] == span[1] and flow.kind(carrier) == "weight" and flow.kind(other) == "data":
-        trace.roots.append(Root(node, flow.weights(carrier), dims(node)[span[0]]))
-    else:
-        trace.dead_ends.append(
-            f"the selection does not run over the outputs of a router's weight in tensordot ({node.name})"
-        )
-    return []
-
-
-def _through_einsum(flow: DataFlow, node: fx.Node, span: Span, trace: Trace) -> list[tuple[fx.Node, Span]]:
-    equation = argument(node, 0, "equation")
-    operands = list(node.args[1:])
-    if len(operands) == 1 and isinstance(operands[0], list | tuple):
-        operands = list(operands[0])
-    parsed = einsum_letters(equation, [len(dims(o)) if isinstance(o, fx.Node) else 0 for o in operands])
-    if parsed is None or span[0] != span[1]:
-        trace.dead_ends.append(f"einsum {equation!r} ({node.name}) is not understood")
-        return []
-    letters, result = parsed
-    letter = result[span[0]]
-    with_letter = [o for o, used in zip(operands, letters, strict=True) if letter in used]
-    nodes = [flow.operand(node, o) for o in with_letter]
-    weights = [n for n in nodes if n is not None and flow.kind(n) == "weight"]
-    if weights and len(weights) == len(nodes):
-        trace.roots.append(Root(node, tuple(w for n in weights for w in flow.weights(n)), dims(node)[span[0]]))
-    elif any(flow.kind(n) == "weight" for o in operands if (n := flow.operand(node, o)) is not None):
-        trace.over_tokens = True
-        trace.dead_ends.append(
-            f"the selection runs over tokens, not over the outputs of einsum {equation!r} ({node.name})"
-        )
-    else:
-        trace.dead_ends.append(
-            f"the scores are a product of activations (einsum {equation!r}, {node.name}), not of a router weight"
-        )
-    return []
-
-
-def einsum_letters(equation: Any, ranks: Sequence[int]) -> tuple[list[str], str] | None:
-    """Each operand's and the result's subscripts with "..." written out (upper-case letters); None if not understood."""
-    if not isinstance(equation, str):
-        return None
-    equation = equation.replace(" ", "")
-    left, arrow, result = equation.partition("->")
-    parts = left.split(",")
-    if len(parts) != len(ranks):
-        return None
-    hidden = max(
-        (rank - len(part.replace("...", "")) for part, rank in zip(parts, ranks, strict=True) if "..." in part),
-        default=0,
-    )
-    spare = [chr(0x391 + i) for i in range(hidden)]
-    written = []
-    for part, rank in zip(parts, ranks, strict=True):
-        count = rank - len(part.replace("...", "")) if "..." in part else 0
-        written.append(part.replace("...", "".join(spare[len(spare) - count :])))
-    if not arrow:
-        joined = "".join(written)
-        result = "".join(spare) + "".join(sorted(c for c in set(joined) if joined.count(c) == 1 and c not in spare))
-    else:
-        result = result.replace("...", "".join(spare))
-    return written, result
 
 
 def _through_getitem(flow: DataFlow, node: fx.Node, span: Span, trace: Trace) -> list[tuple[fx.Node, Span]]:
@@ -387,7 +261,7 @@ def _through_result(
         keeps = len(dims(first)) == len(dims(node))
         return [(first, span if keeps else tuple(d + (d >= axis) for d in span))]  # type: ignore[list-item]
     if is_opaque(source):
-        weights = _weight_operands(flow, source, product(dims(node)[span[0] : span[1] + 1]))
+        weights = weight_operands(flow, source, product(dims(node)[span[0] : span[1] + 1]))
         if weights:
             trace.roots.append(Root(node, weights, dims(node)[span[1]]))
             return []
@@ -403,24 +277,9 @@ def _through_layout(node: fx.Node, name: str, span: Span, before: Sequence[Dim],
         shift = rank - len(before)
         low, high = span[0] - shift, span[1] - shift
         return (low, high) if low >= 0 and before[low : high + 1] == after[span[0] : span[1] + 1] else None
-    order = list(range(rank))
-    if name == "transpose":
-        a, b = int(argument(node, 1, "dim0", "axis0")) % rank, int(argument(node, 2, "dim1", "axis1")) % rank
-        order[a], order[b] = order[b], order[a]
-    elif name == "permute":
-        given: Any = argument(node, 1, "dims")
-        given = given if isinstance(given, tuple | list) else node.args[1:]
-        order = [int(d) % rank for d in given]
-    elif name == "movedim":
-        source, target = argument(node, 1, "source"), argument(node, 2, "destination")
-        if not isinstance(source, int) or not isinstance(target, int):
-            return None
-        order.pop(source % rank)
-        order.insert(target % rank, source % rank)
-    elif name in ("mT", "adjoint"):
-        order[-1], order[-2] = order[-2], order[-1]
-    else:
-        order.reverse()
+    order = moved_order(node, name, rank)
+    if order is None:
+        return None
     moved = [order[d] for d in range(span[0], span[1] + 1)]
     return (moved[0], moved[-1]) if moved == list(range(moved[0], moved[0] + len(moved))) else None
 
@@ -472,7 +331,7 @@ def _through_cat(flow: DataFlow, node: fx.Node, name: str, span: Span, trace: Tr
     if span == (axis, axis):
         weights: dict[fx.Node, None] = {}
         for part in nodes:
-            for passed in _column_weights(flow, part):
+            for passed in column_weights(flow, part):
                 weights[passed] = None
         if weights:
             trace.roots.append(Root(node, tuple(weights), len(nodes)))
@@ -481,38 +340,3 @@ def _through_cat(flow: DataFlow, node: fx.Node, name: str, span: Span, trace: Tr
         return []
     lowered = tuple(d - (d > axis) for d in span)
     return [(n, (lowered[0], lowered[-1])) for n in nodes]
-
-
-def _column_weights(flow: DataFlow, part: fx.Node) -> tuple[fx.Node, ...]:
-    """Weights of the one-output linear that made one column of stacked scores."""
-    node: fx.Node | None = part
-    for _ in range(8):
-        if node is None or flow.kind(node) != "data":
-            return ()
-        if spelling(node) in ("linear", "matmul", "mm", "addmm"):
-            return tuple(w for n in flow.inputs(node) if flow.kind(n) == "weight" for w in flow.weights(n))
-        data = [n for n in flow.inputs(node) if flow.kind(n) == "data"]
-        node = data[0] if len(data) == 1 else None
-    return ()
-
-
-def _weight_operands(flow: DataFlow, node: fx.Node, size: Dim) -> tuple[fx.Node, ...]:
-    """Weights that a custom product takes beside data, one of whose dimensions is the number of outputs.
-
-    An engine that packed a weight for its kernel leaves a handle in its place: an integer that hangs on the module.
-    """
-    if not any(flow.kind(n) == "data" for n in flow.inputs(node)):
-        return ()
-    held = [n for n in flow.inputs(node) if flow.kind(n) == "weight" and is_tensor(n)]
-    found = [n for n in held if len(dims(n)) >= 2 and size in dims(n)]
-    if not found and fills(node) is not None:
-        found = [n for n in held if not dims(n) and value(n).dtype == torch.int64]
-    return tuple(w for n in found for w in flow.weights(n))
-
-
-def token_sizes_of(node: fx.Node, dim: int) -> tuple[Dim, ...]:
-    """All sizes of a value but the one that the selection runs over."""
-    seen = value(node)
-    if not isinstance(seen, torch.Tensor):
-        return ()
-    return tuple(plain(s) for i, s in enumerate(seen.shape) if i != dim % seen.dim())

@@ -27,6 +27,12 @@ def over_dense_weights(moe: Any, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
     return dense(moe, x, x.new_zeros(len(x), 12).scatter(1, ids, w)[:, :E])
 
 
+def behind_a_break(moe: Any, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
+    """No use of the ids stands beside their choice: how many experts there are, the model's modules say."""
+    torch._dynamo.graph_break()
+    return over_masks(moe, x, ids, w)
+
+
 def padded(dispatch: Callable[..., Tensor]) -> Net:
     """Two layers with a gate of 12 for 8 experts; what the padding scores is left to chance, as by a loader that forgot it."""
     torch.manual_seed(0)
@@ -37,7 +43,7 @@ def padded(dispatch: Callable[..., Tensor]) -> Net:
     return stack(made).eval()
 
 
-@pytest.mark.parametrize("dispatch", [over_masks, over_dense_weights])
+@pytest.mark.parametrize("dispatch", [over_masks, over_dense_weights, behind_a_break])
 def test_the_padding_of_a_gate_that_is_chosen(dispatch: Callable[..., Tensor]) -> None:
     """Such a dispatch drops these choices in silence; a trainer that replays them would index past its experts."""
     model, ((ids,), _) = padded(dispatch), tokens((2, 6), (3, 5))

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import r3_pass.passes
-from r3_pass.passes.match import is_weight, layer_in_path, match
+from r3_pass.passes.match import is_weight, match
+from r3_pass.passes.places import layer_in_path
 from r3_pass.passes.site import Accepted, Match, Rejected
 from r3_pass.registry.dataflow import dims
 
@@ -147,7 +148,7 @@ def test_physical_ids_are_not_recorded() -> None:
     "change",
     [
         lambda m, ids: ids.add_(1),
-        lambda m, ids: ids.__setitem__(ids > 3, -1),
+        lambda m, ids: ids.__setitem__(ids > 3, E),
         lambda m, ids: ids.copy_(m.physical[ids]),
         lambda m, ids: ids[:, 1:].fill_(E),
     ],
