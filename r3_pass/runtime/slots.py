@@ -7,6 +7,7 @@ Legend: T tokens in the step, L decoder layers, M stored (MoE) layers, K top-k, 
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -138,8 +139,11 @@ class SlotBuffer:
         return self.data.index_select(0, slots)
 
     def void(self, slots: Slots) -> None:
-        """Rows of `slots` become -1."""
-        self.data.index_fill_(0, self._targets(slots), VOID)
+        """Rows of `slots` become -1. Where these are all slots, in order and on the host, it takes no memory."""
+        if isinstance(slots, np.ndarray) and self._are_all(slots):
+            self.void_all()
+        else:
+            self.data.index_fill_(0, self._targets(slots), VOID)
 
     def void_all(self) -> None:
         self.data.fill_(VOID)
@@ -162,6 +166,9 @@ class SlotBuffer:
     def move(self, src_slots: Slots, dst_slots: Slots) -> None:
         """Rows of `src_slots` become those of `dst_slots` (each at most once); the two may overlap."""
         self.write(dst_slots, self.gather(src_slots))
+
+    def _are_all(self, slots: npt.NDArray[Any]) -> bool:
+        return slots.shape == (self.geometry.num_slots,) and np.array_equal(slots, np.arange(self.geometry.num_slots))
 
     def _targets(self, slots: Slots) -> torch.Tensor:
         """The row of each slot, the spare one for what belongs to no slot."""

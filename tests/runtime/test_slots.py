@@ -114,6 +114,13 @@ def test_no_slots(buffer: SlotBuffer) -> None:
 def test_void(buffer: SlotBuffer) -> None:
     buffer.void([1, -1, 3])
     assert np.array_equal(buffer.data[:6].cpu().numpy(), rows_of([0, -1, 2, -1, 4, 5]))
+    for others in (np.array([0, 1, 2, 3, 5, 5]), np.array([5, 4, 3, 1, 2, 2]), np.arange(5)):
+        buffer.write([0, 4], rows_of([0, 4]))
+        buffer.void(others)
+        assert (buffer.data[4] == -1).all() == (4 in others) and (buffer.data[0] == -1).all() == (0 in others)
+    buffer.write([0, 4], rows_of([0, 4]))
+    buffer.void(np.arange(6))
+    assert (buffer.data[:6] == -1).all()
     buffer.void_all()
     assert (buffer.data == -1).all()
 
