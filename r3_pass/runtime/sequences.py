@@ -42,8 +42,8 @@ class Segment(NamedTuple):
 class SegmentBatch:
     """The segments of a step as columns; the tokens of each follow those of the one before it.
 
-    A snapshot: the caller may reuse its arrays at once. Steps that pass the same requests in the same order are
-    cheapest.
+    A snapshot: the caller may reuse its arrays at once, and the columns here are read-only. Steps that pass the same
+    requests in the same order are cheapest.
 
     Args:
         request_ids: each at most once (checked by `SequenceTable`).
@@ -60,6 +60,8 @@ class SegmentBatch:
         self.starts = _column("starts", starts, len(self.request_ids), minimum=0)
         self.lengths = _column("lengths", lengths, len(self.request_ids), minimum=1)
         self.stops = self.starts + self.lengths
+        for column in (self.starts, self.lengths, self.stops):  # `SequenceTable` remembers what it found of a batch
+            column.flags.writeable = False
         self.num_tokens = int(np.add.reduce(self.lengths))
 
     @classmethod

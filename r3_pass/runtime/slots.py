@@ -7,6 +7,7 @@ Legend: T tokens in the step, L decoder layers, M stored (MoE) layers, K top-k, 
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -144,7 +145,10 @@ class SlotBuffer:
 
     def void(self, slots: Slots) -> None:
         """Rows of `slots` become -1: of slots on the host, when the buffer is used next. Engines hand out blocks one by one, and
-        one fill before the next step does for all of them."""
+        one fill before the next step does for all of them. Where these are all slots, in order, it takes no memory."""
+        if isinstance(slots, np.ndarray) and self._are_all(slots):
+            self.void_all()
+            return
         wanted = self.checked(slots)
         if wanted.device.type == "cpu":
             self._voided.append(wanted)
@@ -155,8 +159,8 @@ class SlotBuffer:
     def settle(self) -> None:
         """Queue what `void` left for later. Before a forward writes to the buffer, and before anybody reads it."""
         if self._voided:
-            voided, self._voided = self._voided, []
-            self.data.index_fill_(0, self._targets(torch.cat(voided)), VOID)
+            self.data.index_fill_(0, self._targets(torch.cat(self._voided)), VOID)
+            self._voided.clear()  # not before: without memory for it, the fill is still to be done
 
     def void_all(self) -> None:
         self._voided.clear()
@@ -181,6 +185,9 @@ class SlotBuffer:
     def move(self, src_slots: Slots, dst_slots: Slots) -> None:
         """Rows of `src_slots` become those of `dst_slots` (each at most once); the two may overlap."""
         self.write(dst_slots, self.gather(src_slots))
+
+    def _are_all(self, slots: npt.NDArray[Any]) -> bool:
+        return slots.shape == (self.geometry.num_slots,) and np.array_equal(slots, np.arange(self.geometry.num_slots))
 
     def _targets(self, slots: Slots) -> torch.Tensor:
         """The row of each slot, the spare one for what belongs to no slot, on the device."""

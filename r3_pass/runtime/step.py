@@ -204,11 +204,12 @@ class Steps:
     def _give_up(self, step: Step, tokens: int | None) -> None:
         """After a step that failed: slots that were not seen to be written whole are void, and the next step starts afresh.
 
-        So are those of which nothing was written: the forward may have gone another way, and left their KV behind.
+        So are those of which nothing was written: the forward may have gone another way, and left their KV behind. And those that
+        only the device has seen: what it says of them is dropped here.
         """
         binding = self._store.binding
         complete = bool(binding.calls) and all(binding.calls) and not binding.problems and not binding.refused
-        if binding.paused or not complete:
+        if binding.paused or not complete or not step.checked:
             self._store.void(tokens)
         if step.staged is not None:
             self._delivery.give_up(step.staged)

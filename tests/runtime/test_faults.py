@@ -147,6 +147,18 @@ def test_rows_of_a_faulty_step_do_not_travel(loop: Loop) -> None:
         loop.session.extract(range(4))
 
 
+def test_slots_that_only_the_device_has_seen_in_a_step_that_failed(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bug: two tokens in one slot, found on the device, and lost with the step; a prefix hit then took the row of either."""
+    monkeypatch.setattr(loop.session._store.mapping, "check", lambda slots, *_: torch.as_tensor(slots))
+    with pytest.raises(ZeroDivisionError), torch.no_grad(), loop.session.step([5, 6, 6, 7]):
+        loop.compiled(prompt(4, 1))
+        assert int(loop.session._binding.state[STATE_ERRORS]) & ERROR_DUPLICATE
+        raise ZeroDivisionError
+    monkeypatch.undo()
+    with pytest.raises(StaleRoutes):
+        loop.session.prefix_hit("a", 0, [5, 6, 7])
+
+
 # ---- exceptions and threads -----------------------------------------------------------------------------------------
 def test_an_exception_in_a_step_with_copies_in_flight(loop: Loop) -> None:
     """The step that failed has no rows; those before it arrive; the request goes on where it was."""

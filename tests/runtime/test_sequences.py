@@ -223,6 +223,14 @@ class TestSegmentBatch:
         ids[0], starts[0], lengths[0] = "b", 9, 9
         assert (batch.request_ids, batch.starts.tolist(), batch.lengths.tolist()) == (("a",), [3], [2])
 
+    def test_cannot_change_after_it_was_checked(self) -> None:
+        """The bug: after a step that failed, a batch that its caller moved was taken for what it had been when it was checked."""
+        batch = SegmentBatch(["a"], [0], [2])
+        SequenceTable(RowLog(ROW_SHAPE)).check(batch)
+        for column in (batch.starts, batch.lengths, batch.stops):
+            with pytest.raises(ValueError, match="read-only"):
+                column += 1
+
     @pytest.mark.parametrize(
         ("starts", "lengths", "message"),
         [

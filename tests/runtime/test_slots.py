@@ -115,6 +115,14 @@ def test_void(buffer: SlotBuffer) -> None:
     buffer.void([1, -1, 3])
     buffer.settle()
     assert np.array_equal(buffer.data[:6].cpu().numpy(), rows_of([0, -1, 2, -1, 4, 5]))
+    for others in (np.array([0, 1, 2, 3, 5, 5]), np.array([5, 4, 3, 1, 2, 2]), np.arange(5)):
+        buffer.write([0, 4], rows_of([0, 4]))
+        buffer.void(others)
+        buffer.settle()
+        assert (buffer.data[4] == -1).all() == (4 in others) and (buffer.data[0] == -1).all() == (0 in others)
+    buffer.write([0, 4], rows_of([0, 4]))
+    buffer.void(np.arange(6))
+    assert (buffer.data[:6] == -1).all()
     buffer.void([5])
     buffer.void_all()
     assert (buffer.data == -1).all()
@@ -138,6 +146,18 @@ def test_whoever_uses_the_buffer_finds_void_what_was(buffer: SlotBuffer, where: 
     void([3])
     buffer.move([2, 3], [5, 1])
     assert np.array_equal(buffer.data[:6].cpu().numpy(), rows_of([-1, -1, 8, -1, -1, 8]))
+
+
+def test_a_fill_without_memory_is_still_to_be_done(buffer: SlotBuffer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no memory")
+
+    buffer.void([1, 3])
+    with monkeypatch.context() as patched:
+        patched.setattr(buffer, "_sent", none)
+        with pytest.raises(torch.OutOfMemoryError):
+            buffer.settle()
+    assert np.array_equal(buffer.gather([0, 1, 2, 3]).cpu().numpy(), rows_of([0, -1, 2, -1]))
 
 
 def test_one_fill_for_many(buffer: SlotBuffer) -> None:

@@ -15,15 +15,23 @@ the adapter takes them for, and where the forward itself did not come to its end
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from r3_pass.errors import BufferLayoutError, MissingRoutes, R3Error, StaleRoutes, UnsupportedEngine
+from r3_pass.errors import (
+    BufferLayoutError,
+    MissingRoutes,
+    R3Error,
+    RefusedConfiguration,
+    StaleRoutes,
+    UnsupportedEngine,
+)
 from r3_pass.runtime.engines.base import RecordingSession, Rows, WrapPoints
 from r3_pass.runtime.engines.vllm_slots import BlockSlots, Slots
 from r3_pass.runtime.sequences import SegmentBatch
@@ -105,7 +113,7 @@ class _Launched:
         """The step has no rows."""
         self.error = f"{type(error).__name__}: {error}"
         for name in (self.key, *(name for name, _ in self.waiting)):
-            session.abort(name, 1)
+            _drop(session, name)
         self.hits, self.waiting = [], []
 
     def collect(self, session: RecordingSession) -> StepRows:
@@ -119,7 +127,7 @@ class _Launched:
             try:
                 self.hits.append(Hit(name.request_id, session.finish(name, length + 1)))
             except R3Error as error:
-                session.abort(name, 1)
+                _drop(session, name)
                 self.hits.append(_failed(name.request_id, error))
         return StepRows(self.ids, self.starts, self.lengths, rows, self.hits, self.error)
 
@@ -287,7 +295,7 @@ class StepRecorder:
         try:
             session.prefix_hit(name, 0, slots)
         except R3Error as error:
-            session.abort(name, 1)
+            _drop(session, name)
             launched.hits.append(_failed(request_id, error))
         else:
             launched.waiting.append((name, len(slots)))
@@ -297,6 +305,11 @@ _STOPS = (
     "This stopped the model's forward in the middle: there are no outputs for the requests of this step, and what a second forward "
     "would find of the first cannot be told. So the engine stops. Start it again; without r3_pass, if this comes again."
 )
+
+
+def _drop(session: RecordingSession, name: Hashable) -> None:
+    with contextlib.suppress(RefusedConfiguration):  # detached while the step was under way: it holds nothing
+        session.abort(name, 1)
 
 
 def _with_rows(output: Any, launched: _Launched, session: RecordingSession) -> Any:

@@ -20,6 +20,7 @@ from r3_pass.runtime.engines.base import WrapPoints
 from r3_pass.runtime.engines.vllm_compile import VllmBackend
 from r3_pass.runtime.engines.vllm_slots import BlockSlots
 from r3_pass.runtime.engines.vllm_worker import StepRecorder, StepRows
+from r3_pass.runtime.slots import SlotBuffer
 
 BLOCK = 4
 
@@ -173,6 +174,26 @@ def test_a_step_that_cannot_be_recorded(
     assert not len(engine.session._delivery.table), "nobody waits for rows of the step"
 
 
+def test_a_step_that_there_is_no_memory_for(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bug: where the copy of its rows found no room, voiding each slot found none either, and the engine ended."""
+    before, tokens, targets = prompt(6, 1), prompt(5, 2), SlotBuffer._targets
+
+    def full(*args: Any) -> Any:
+        raise torch.OutOfMemoryError("out of memory")
+
+    def nearly_full(buffer: SlotBuffer, slots: Any) -> Tensor:
+        return targets(buffer, slots) if len(slots) < 10 else full()
+
+    engine.check(engine.runner.run(("a", before, 1)), before)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.session._delivery.exporter, "submit", full)
+        patch.setattr(SlotBuffer, "_targets", nearly_full)
+        step = engine.runner.run(("b", tokens, 3))
+    assert step.rows is None and re.match("MissingRoutes: .*no memory for the copy of its 5 rows", step.error)
+    assert (engine.session.read(range(64)) == -1).all()
+    engine.check(engine.runner.run(("c", tokens, 3)), tokens)
+
+
 def test_a_copy_that_has_a_fault(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Found when the rows are fetched."""
     tokens = prompt(5, 2)
@@ -187,6 +208,22 @@ def test_a_copy_that_has_a_fault(engine: Engine, monkeypatch: pytest.MonkeyPatch
     assert (step.rows, step.error) == (None, "BufferLayoutError: a slot was out of range")
     assert engine.session.finish == finish and not len(engine.session._delivery.table)
     engine.check(engine.runner.run(("c", tokens, 3)), tokens)
+
+
+def test_a_session_that_is_detached_while_a_step_is_under_way(engine: Engine) -> None:
+    """Asynchronous scheduling: who waits for the tokens gets them. The bug: the engine's thread got the session's refusal."""
+    tokens, waiting = prompt(5, 2), SimpleNamespace(get_output=SimpleNamespace)
+    engine.check(engine.runner.run(("a", tokens, 1)), tokens)
+    engine.wraps.restore()
+    engine.runner.sample_tokens = lambda: waiting  # type: ignore[method-assign]
+    engine.recorder.install(engine.session, engine.wraps)
+    with pytest.raises(AttributeError, match="r3_pass"):  # not there yet
+        engine.runner.run(("b", tokens, 3))
+    engine.recorder.close()
+    engine.session.detach()
+    step = waiting.get_output().r3_pass
+    assert step.rows is None and step.request_ids == ("b",)
+    assert step.error.startswith("RefusedConfiguration: this session is detached")
 
 
 def test_a_forward_that_was_stopped_in_the_middle(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
