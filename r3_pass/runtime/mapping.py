@@ -18,11 +18,10 @@ from r3_pass.errors import BufferLayoutError
 from r3_pass.passes.ops import HEADER, HEADER_EXPORT, HEADER_ROWS, HEADER_TOKENS
 from r3_pass.pinned import pinned
 from r3_pass.runtime.memory import allocate
+from r3_pass.runtime.slots import Slots, on_host
 
 if TYPE_CHECKING:
     from r3_pass.runtime.export import Staged
-
-Slots = Tensor | npt.ArrayLike
 
 
 class SlotMapping:
@@ -55,13 +54,13 @@ class SlotMapping:
                 )
             self._check_length(slots.shape[0], segment_tokens)
             return slots
-        given = np.asarray(slots)
-        if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
+        try:
+            host = on_host(slots)
+        except ValueError as error:
             raise BufferLayoutError(
-                f"the slot mapping is {given.dtype}{list(given.shape)}; expected a vector of integers, one a token."
-            )
-        self._check_length(len(given), segment_tokens)
-        host = given.astype(np.int64)
+                f"the slot mapping is {error}; expected a vector of integers, one a token."
+            ) from error
+        self._check_length(len(host), segment_tokens)
         if not host.size:
             return host
         ordered = np.sort(host)

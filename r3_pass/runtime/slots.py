@@ -23,6 +23,32 @@ VOID = -1
 Slots = torch.Tensor | npt.ArrayLike
 
 
+_INTEGERS = frozenset(
+    {torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64}
+)
+
+
+def on_host(slots: Slots) -> npt.NDArray[np.int64]:
+    """Slots that lie on the host, int64 [n], a copy.
+
+    Raises: ValueError that says what they are, if they are no vector of integers.
+    """
+    if isinstance(slots, torch.Tensor):
+        if slots.dim() != 1 or (len(slots) and slots.dtype not in _INTEGERS):
+            raise ValueError(f"{slots.dtype}{list(slots.shape)}")
+        given = slots.numpy()
+    else:
+        try:
+            given = np.asarray(slots)
+        except ValueError as error:
+            raise ValueError(f"{type(slots).__name__} that numpy makes no array of ({error})") from error
+        if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
+            raise ValueError(f"{given.dtype}{list(given.shape)}")
+    if given.dtype == np.uint64 and given.size and int(given.max()) > np.iinfo(np.int64).max:
+        raise ValueError(f"uint64 with a slot {given.max()}, which no int64 holds")
+    return given.astype(np.int64)
+
+
 @dataclass(frozen=True)
 class Geometry:
     """What a row is, and what the buffer costs before it exists.
@@ -204,10 +230,10 @@ class SlotBuffer:
                     f"{self.device}."
                 )
             return slots.long()
-        given = np.asarray(slots)
-        if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
-            raise ValueError(f"Slots are {given.dtype}{list(given.shape)}, expected a vector of integers.")
-        host = given.astype(np.int64)
+        try:
+            host = on_host(slots)
+        except ValueError as error:
+            raise ValueError(f"Slots are {error}, expected a vector of integers.") from error
         if host.size and not (host.min() >= VOID and host.max() < self.geometry.num_slots):
             wrong = host[(host < VOID) | (host >= self.geometry.num_slots)][0]
             raise ValueError(f"Slot {wrong} is outside the buffer, expected -1 to {self.geometry.num_slots - 1}.")

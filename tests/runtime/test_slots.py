@@ -195,7 +195,7 @@ def test_move_may_overlap(buffer: SlotBuffer) -> None:
     assert np.array_equal(buffer.data[:6].cpu().numpy(), rows_of([0, 0, 1, 2, -1, 5]))
 
 
-@pytest.mark.parametrize("slots", [[6], [0, -2], [[0]], [0.0]])
+@pytest.mark.parametrize("slots", [[6], [0, -2], [[0]], [0.0], torch.ones(1), np.array([2**64 - 1], np.uint64)])
 def test_impossible_slots_on_the_host_raise(buffer: SlotBuffer, slots: Any) -> None:
     before = buffer.data.clone()
     for call in (buffer.gather, buffer.void):
