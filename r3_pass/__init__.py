@@ -7,7 +7,7 @@ backend = r3_pass.backend(mode="replay")                       # in the trainer
 with backend.replay(routes): ...                               # around forward and backward
 """
 
-from r3_pass import passes, registry, routes, runtime, verify
+from r3_pass import passes, registry, routes, runtime, stitch, verify
 from r3_pass.backend import backend
 from r3_pass.errors import (
     BufferLayoutError,
@@ -40,5 +40,6 @@ __all__ = [
     "registry",
     "routes",
     "runtime",
+    "stitch",
     "verify",
 ]

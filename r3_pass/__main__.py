@@ -29,9 +29,14 @@ def main(arguments: list[str] | None = None) -> int:
         "model", help="a config.json, a folder with one, or a transformers model type such as qwen3_moe"
     )
     command.add_argument(
-        "--slots", type=int, default=65_536, help="KV slots of the engine, for the buffer's size (default: %(default)s)"
+        "--slots",
+        type=_positive,
+        default=65_536,
+        help="KV slots of the engine, for the buffer's size (default: %(default)s)",
     )
-    command.add_argument("--layers", type=int, help="trace only so many decoder layers (a large model takes a minute)")
+    command.add_argument(
+        "--layers", type=_positive, help="trace only so many decoder layers (a large model takes a minute)"
+    )
     command.add_argument(
         "--experts-implementation",
         default="batched_mm",
@@ -65,6 +70,10 @@ def _explain_config(model: str, layers: int | None, experts: str) -> tuple[Repor
         if not isinstance(fields, dict) or "model_type" not in fields:
             raise ValueError(f"{path} is no transformers config: it has no model_type")
         config = transformers.AutoConfig.for_model(**fields)
+    elif model not in transformers.CONFIG_MAPPING:
+        raise ValueError(
+            f"{model!r} is neither a file or folder here nor a model type of transformers {transformers.__version__}"
+        )
     else:
         config = transformers.AutoConfig.for_model(model)
     text = config.get_text_config(decoder=True)
@@ -82,6 +91,13 @@ def _explain_config(model: str, layers: int | None, experts: str) -> tuple[Repor
     report = explain(built, torch.ones(1, 8, dtype=torch.int64, device="meta"), use_cache=False)
     _progress(f"done in {time.perf_counter() - started:.0f} s, {report.num_graphs} graphs")
     return report, int(text.num_hidden_layers)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"at least 1, got {value}")
+    return value
 
 
 def _progress(text: str) -> None:

@@ -83,11 +83,7 @@ class Replay:
         if not self.forwards:
             if self.backward:
                 return  # entered again for the backward alone
-            raise NoRouterFound(
-                "replay: no compiled graph that routes ran inside of the context, so whatever ran in it routed live. "
-                "The model was compiled "
-                f"with another backend, or not at all, or its code fell back to eager. {_ADVICE}."
-            )
+            raise NoRouterFound(self._nothing_ran())
         assert self.model is not None, "known since the first forward"
         binding = layers_of(self.model)
         expected = sorted({*binding.layers, *binding.expected()})
@@ -100,6 +96,20 @@ class Replay:
                 "code, a graph break, "
                 f"torch._dynamo.config.recompile_limit, a wrapper that was passed by). Drop this step. {_ADVICE}."
             )
+
+    def _nothing_ran(self) -> str:
+        text = "replay: no compiled graph that routes ran inside of the context, so whatever ran in it routed live. "
+        if self._named and self.model is not None:
+            name = type(self.model).__name__
+            if not layers_of(self.model).structure.experts:
+                return (
+                    f"{text}{name}, which model= names, is dense: it has no experts to choose. Leave the context out."
+                )
+            text += f"model= names this {name}: forwards of another model, or of a copy, are none of it. "
+        return (
+            f"{text}Either no forward ran in it, or only in another context inside of it; or the model was compiled with another "
+            f"backend, or not at all, or its code fell back to eager. {_ADVICE}."
+        )
 
     # ---- calls --------------------------------------------------------------------------------------------------
     def binding_for(self, weights: Sequence[Any]) -> Binding | None:

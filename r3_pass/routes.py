@@ -118,6 +118,8 @@ def _array(rows: Any) -> Rows:
 
 
 def _arrays(rows: Sequence[Any]) -> list[Rows]:
+    if getattr(rows, "ndim", 4) < 4:
+        raise ValueError(f"rows are a list, [n, layers, top_k] of each sequence, got one {type(rows).__name__}")
     arrays = [_array(r) for r in rows]
     if not arrays:
         raise ValueError("no sequences were given")

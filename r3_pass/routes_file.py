@@ -49,6 +49,8 @@ def save_routes(
         BufferLayoutError: rows that are not what the description says.
     """
     numpy_file = _safetensors()[1]
+    if not isinstance(routes, Mapping):
+        raise ValueError(f"routes are rows by request id ({{id: rows}}), got {type(routes).__name__}")
     ids = list(routes)
     wrong = [i for i in ids if not _is_id(i)]
     if wrong:
@@ -83,6 +85,10 @@ def load_routes(
     Raises: RefusedConfiguration for a file that is none, is truncated or changed, or holds other rows than expected; OSError if
         it cannot be read.
     """
+    if not isinstance(expect, Description | None):
+        raise ValueError(
+            f"expect is a Description (session.describe(), Description.from_json), got {type(expect).__name__}"
+        )
     tensors, texts = _read(path)
     where = f"{os.fspath(path)}: "
     if texts.get("format") != FORMAT or set(texts) != {"format", "request_ids", "description", "sha256"}:

@@ -48,6 +48,9 @@ def stitch(turns: Sequence[Turn]) -> Rows:
     """
     if not turns:
         raise ValueError("stitch needs at least one turn")
+    wrong = next((turn for turn in turns if not isinstance(turn, Turn)), None)
+    if wrong is not None:
+        raise ValueError(f"stitch takes a list of Turn(tokens, rows, start), got a {type(wrong).__name__} in it")
     shape = np.asarray(turns[0].rows).shape[1:]
     checked = [_checked(number, turn, shape) for number, turn in enumerate(turns)]
     for number in range(1, len(checked)):

@@ -91,7 +91,15 @@ def test_a_file_that_is_no_config(config: Path, content: str, capsys: pytest.Cap
 @pytest.mark.parametrize("model", ["no_such_model", "/no/such/config.json"])
 def test_a_model_that_nobody_knows(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", model]) == 2
-    assert "error: " in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert f"error: {model!r} is neither a file or folder here nor a model type" in error and len(error) < 200
+
+
+@pytest.mark.parametrize("option", ["--slots", "--layers"])
+def test_a_number_that_cannot_be(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["explain", "mixtral", option, "-3"])
+    assert "at least 1, got -3" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -348,6 +348,23 @@ def test_a_model_that_was_not_compiled() -> None:
         model(prompt(T))
 
 
+def test_why_nothing_was_replayed() -> None:
+    backend = r3_pass.backend("aot_eager", mode="replay")
+    dense = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    with pytest.raises(r3_pass.NoRouterFound, match="Sequential, which model= names, is dense"):
+        with backend.replay(routes_for(), model=dense):
+            pass
+    model, other = make(), make()
+    compiled = torch.compile(other, backend=backend)
+    with (
+        pytest.raises(
+            r3_pass.NoRouterFound, match=r"forwards of another model, or of a copy[\s\S]*no forward ran in it"
+        ),
+        backend.replay(routes_for(), model=model),
+    ):
+        compiled(prompt(T))
+
+
 def test_a_layer_that_fell_back_to_eager() -> None:
     model, ids, routes = make(), prompt(T), routes_for()
     backend = r3_pass.backend("aot_eager", mode="replay")

@@ -77,6 +77,7 @@ def test_what_does_not_fit(call: object, reason: str) -> None:
     "call",
     [
         lambda: routes.pad([], 4),
+        lambda: routes.pad(rows(2), 4),  # type: ignore[arg-type]
         lambda: routes.pad([rows(1)], 4, side="middle"),  # type: ignore[arg-type]
         lambda: routes.split(rows(4), 2, 2),
         lambda: routes.split(rows(4), 0, 2, order="ring"),  # type: ignore[arg-type]

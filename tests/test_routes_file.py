@@ -110,6 +110,13 @@ def test_routes_of_another_model(tmp_path: Path, change: dict[str, Any]) -> None
         load_routes(tmp_path / "routes", expect=dataclasses.replace(DESCRIPTION, **change))
 
 
+def test_arguments_of_another_kind(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"rows by request id.*got ndarray"):
+        save_routes(tmp_path / "x", np.zeros((1, 2, 2), np.int16), DESCRIPTION)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="expect is a Description"):
+        load_routes(tmp_path / "x", expect={})  # type: ignore[arg-type]
+
+
 def test_a_file_cut_or_changed_anywhere(tmp_path: Path) -> None:
     """Every length, and every byte: each is a refusal."""
     path, other = tmp_path / "routes", tmp_path / "other"

@@ -102,6 +102,11 @@ def test_rows_and_tokens_that_do_not_fit(wrong: Turn) -> None:
         stitch([Turn([1], np.zeros((0, L, K), np.int16)), wrong])
 
 
+def test_turns_that_are_none() -> None:
+    with pytest.raises(ValueError, match=r"list of Turn.*got a tuple"):
+        stitch([([1, 2], np.zeros((1, L, K), np.int16))])  # type: ignore[list-item]
+
+
 def test_no_turns() -> None:
     with pytest.raises(ValueError, match="at least one turn"):
         stitch([])

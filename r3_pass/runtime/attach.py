@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, get_args
 
@@ -22,6 +23,8 @@ from r3_pass.runtime.refusals import check_deployment
 from r3_pass.runtime.session import Session
 from r3_pass.runtime.stage_session import DenseStageSession, StageSession, routes
 from r3_pass.structure import Block, inspect, numbered, text_config
+
+logger = logging.getLogger(__name__)
 
 
 def attach(
@@ -75,6 +78,12 @@ def attach(
     _refuse_model(model)
     device = _device_of(model)
     _check_placement(placement, device)
+    if chosen is None and any(a.accepts(engine) for a in ADAPTERS):
+        logger.warning(
+            "attach(%s, num_slots=%d): the steps are yours to drive (session.step). What an engine of its own runs "
+            "(generate_batch, say) is not recorded; for that, attach without num_slots.",
+            type(engine).__name__, num_slots,
+        )  # fmt: skip
     return Session(
         model,
         device,

@@ -15,8 +15,9 @@ _ADVICE = (
     "Call the compiled model inside the step, not the model itself, and once. "
     "Run r3_pass.explain(model, ...) for every candidate. A layer whose graph did not run fell back to eager: a graph "
     "break inside it (a hook on its gate makes one, such as transformers' for output_router_logits=True where blocks are "
-    "compiled by themselves), a disabled region, Dynamo's recompilation limit (torch._dynamo.config.recompile_limit), or a call "
-    "that bypassed the compiled wrapper."
+    "compiled by themselves), a disabled region, a call that bypassed the compiled wrapper, or Dynamo's recompilation limit "
+    "(torch._dynamo.config.recompile_limit); where that was reached before the session was attached (by an engine that served with "
+    "this backend, say): torch._dynamo.reset(), then run the step again."
 )
 _NEVER = (
     "Nothing of this model that r3_pass compiled has run yet. Compile it with torch.compile(model, "

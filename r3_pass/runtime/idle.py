@@ -66,7 +66,7 @@ class IdleSession(Session):
         return 0
 
     # ---- what an adapter tells ----------------------------------------------------------------------------------
-    def step(self, slot_mapping: Slots, segments: SegmentBatch | Iterable[Segment] = ()) -> Any:
+    def step(self, slot_mapping: Slots, segments: SegmentBatch | Iterable[Segment] | None = None) -> Any:
         """A context in which the forward is not recorded."""
         self._usable()
         return contextlib.nullcontext()

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterable
 import numpy as np
 from torch import Tensor
 
-from r3_pass.runtime.sequences import SegmentBatch
+from r3_pass.runtime.sequences import Segment, SegmentBatch
 from r3_pass.runtime.slots import Slots
 
 
@@ -50,15 +50,15 @@ def check_id(request_id: object) -> None:
 
 
 def batch_of(segments: object) -> SegmentBatch:
-    """Segments as columns.
+    """Segments as columns; None is none.
 
     Raises: ValueError if they are no segments, or a request id is not hashable.
     """
-    batch = segments
+    batch = () if segments is None else segments
     if not isinstance(batch, SegmentBatch):
-        if not isinstance(segments, Iterable):
+        if not isinstance(batch, Iterable) or isinstance(batch, Segment):
             raise ValueError(f"segments are Segment(request_id, start, length) in a list, got {segments!r}")
-        listed = list(segments)
+        listed = list(batch)
         wrong = next((s for s in listed if not isinstance(s, tuple | list) or len(s) != 3), None)
         if wrong is not None:
             raise ValueError(f"a segment is Segment(request_id, start, length), got {wrong!r}")

@@ -69,7 +69,7 @@ class SlotMapping:
             raise BufferLayoutError(
                 f"slot {wrong} of token {int(np.flatnonzero(host == wrong)[0])} is out of range; expected 0 to "
                 f"{num_slots - 1}, or -1 for "
-                "padding. Attach or wake the session with the engine's own number of slots."
+                "padding. A session has the slots that it was attached or woken with (num_slots)."
             )
         padding = int(np.searchsorted(ordered, 0)) if ordered[0] < 0 else 0
         behind = len(host) - segment_tokens
@@ -95,7 +95,7 @@ class SlotMapping:
             )
         if segment_tokens > length:
             raise BufferLayoutError(
-                f"the segments cover {segment_tokens} tokens, the slot mapping has {length} entries. Give one slot a token."
+                f"the segments cover {segment_tokens} tokens, the slot mapping has {length} entries. Give each token one slot."
             )
 
     def entries(self, length: int) -> int:

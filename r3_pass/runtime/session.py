@@ -41,8 +41,6 @@ from r3_pass.version import __version__
 
 Rows = npt.NDArray[np.int16]
 
-_EMPTY = SegmentBatch((), (), ())
-
 
 class Session:
     """Made by `r3_pass.runtime.attach`. All methods may be called from any thread; a lock orders them.
@@ -155,7 +153,7 @@ class Session:
             return Report(tuple(self._graphs()), hooked=hooked)
 
     # ---- steps --------------------------------------------------------------------------------------------------
-    def step(self, slot_mapping: Slots, segments: SegmentBatch | Iterable[Segment] = _EMPTY) -> Step:
+    def step(self, slot_mapping: Slots, segments: SegmentBatch | Iterable[Segment] | None = None) -> Step:
         """Around exactly one forward of the model.
 
         Args:

@@ -548,6 +548,10 @@ def test_a_step_that_cannot_be_is_not_entered(
     assert (loop.session.finish("a", 5) == loop.truth(tokens)).all()
     with pytest.raises(MissingRoutes):
         loop.session.finish("b", 2)
+    with pytest.raises(ValueError, match="in a list"):
+        loop.session.step([0], Segment("b", 0, 1))  # type: ignore[arg-type]
+    with torch.no_grad(), loop.session.step([0], None):
+        loop.compiled(prompt(1))
     loop.goes_on()
 
 

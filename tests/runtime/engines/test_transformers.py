@@ -163,6 +163,15 @@ def test_attached_to_a_model(model: Any, truth: Truth) -> None:
     assert not [name for name in vars(model) if "batch" in name]
 
 
+def test_attached_for_steps_of_ones_own(model: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing would record what the engine runs: said at once."""
+    r3_pass.runtime.attach(model, num_slots=8).detach()
+    assert "generate_batch, say) is not recorded" in caplog.text
+    caplog.clear()
+    r3_pass.runtime.attach(model, backend=r3_pass.backend("aot_eager"), num_slots=8).detach()
+    assert not caplog.text
+
+
 def test_a_manager_that_stays(model: Any, truth: Truth) -> None:
     """`persistent_manager`: its cache, and prefixes in it, live on; a second session knows the rows of none of them."""
     session = r3_pass.runtime.attach(model)
