@@ -351,17 +351,13 @@ def test_a_model_that_was_not_compiled() -> None:
 def test_why_nothing_was_replayed() -> None:
     backend = r3_pass.backend("aot_eager", mode="replay")
     dense = torch.nn.Sequential(torch.nn.Linear(4, 4))
-    with pytest.raises(r3_pass.NoRouterFound, match="Sequential, which model= names, is dense"):
-        with backend.replay(routes_for(), model=dense):
-            pass
+    is_dense = "Sequential, which model= names, is dense"
+    with pytest.raises(r3_pass.NoRouterFound, match=is_dense), backend.replay(routes_for(), model=dense):
+        pass
     model, other = make(), make()
     compiled = torch.compile(other, backend=backend)
-    with (
-        pytest.raises(
-            r3_pass.NoRouterFound, match=r"forwards of another model, or of a copy[\s\S]*no forward ran in it"
-        ),
-        backend.replay(routes_for(), model=model),
-    ):
+    not_it = r"forwards of another model, or of a copy[\s\S]*no forward ran in it"
+    with pytest.raises(r3_pass.NoRouterFound, match=not_it), backend.replay(routes_for(), model=model):
         compiled(prompt(T))
 
 
