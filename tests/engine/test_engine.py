@@ -194,7 +194,7 @@ def test_serves_capped_scores() -> None:
     torch.manual_seed(0)
     config = transformers.Gemma2Config(
         vocab_size=VOCAB, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        head_dim=8, query_pre_attn_scalar=1, attn_logit_softcapping=1.0, sliding_window=6,
+        head_dim=8, query_pre_attn_scalar=1, attn_logit_softcapping=1.0, sliding_window=6, attn_implementation="eager",
     )  # fmt: skip
     model = transformers.Gemma2ForCausalLM(config).eval()
     for parameter in model.parameters():
