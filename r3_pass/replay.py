@@ -101,7 +101,7 @@ class Replay:
         text = "replay: no compiled graph that routes ran inside of the context, so whatever ran in it routed live. "
         if self._named and self.model is not None:
             name = type(self.model).__name__
-            if not layers_of(self.model).structure.experts:
+            if not layers_of(self.model).structure.may_route:
                 return (
                     f"{text}{name}, which model= names, is dense: it has no experts to choose. Leave the context out."
                 )

@@ -8,6 +8,7 @@ from torch import fx
 
 from r3_pass.registry.dataflow import CONTRACTIONS, DataFlow, dims, is_opaque, is_tensor, spelling
 from r3_pass.registry.operators import SELECTIONS
+from r3_pass.registry.walk import walk
 
 _SCORING = frozenset({
     "softmax", "log_softmax", "sigmoid", "add", "mul", "div", "to", "float", "view", "masked_fill", "tanh", "exp", "getitem",
@@ -39,46 +40,26 @@ class Experts:
 
     def made_together(self, node: fx.Node) -> bool:
         """True if parameters with an expert dimension, or several experts stacked, are contracted on the way to this value."""
-        stack, seen = [node], {node}
-        while stack and len(seen) < 400:
-            top = stack.pop()
-            name = spelling(top)
-            if (
-                name in ("stack", "cat")
-                and len(self.flow.inputs(top)) >= 2
-                and (self.number is None or self.counts(len(self.flow.inputs(top))))
-            ):
+        for top in walk(node, self._since_the_router, most=400):
+            sources = self.flow.inputs(top)
+            joined = spelling(top) in ("stack", "cat") and len(sources) >= 2
+            if joined and (self.number is None or self.counts(len(sources))):
                 return True
-            if name in CONTRACTIONS or is_opaque(top):
-                weights = [n for n in self.flow.inputs(top) if self.flow.kind(n) == "weight"]
-                if any(self.is_bank(w) for w in weights):
-                    return True
-            for source in self.flow.inputs(top):
-                if (
-                    source not in seen
-                    and self.flow.order.get(source, 0) > self.first
-                    and self.flow.kind(source) == "data"
-                ):
-                    seen.add(source)
-                    stack.append(source)
+            banks = (n for n in sources if self.flow.kind(n) == "weight" and self.is_bank(n))
+            if (spelling(top) in CONTRACTIONS or is_opaque(top)) and next(banks, None) is not None:
+                return True
         return False
 
     def made_by_one(self, partner: fx.Node) -> bool:
         """True if the value is what one expert makes of the token: contracted with a weight since the router."""
-        stack, seen = [partner], {partner}
-        while stack and len(seen) < 60:
-            top = stack.pop()
-            if spelling(top) in CONTRACTIONS and any(self.flow.kind(n) == "weight" for n in self.flow.inputs(top)):
-                return True
-            for source in self.flow.inputs(top):
-                if (
-                    source not in seen
-                    and self.flow.order.get(source, 0) > self.first
-                    and self.flow.kind(source) == "data"
-                ):
-                    seen.add(source)
-                    stack.append(source)
-        return False
+        return any(
+            spelling(top) in CONTRACTIONS and any(self.flow.kind(n) == "weight" for n in self.flow.inputs(top))
+            for top in walk(partner, self._since_the_router, most=60)
+        )
+
+    def _since_the_router(self, top: fx.Node) -> list[fx.Node]:
+        later = [n for n in self.flow.inputs(top) if self.flow.order.get(n, 0) > self.first]
+        return [n for n in later if self.flow.kind(n) == "data"]
 
 
 def scores_a_choice(flow: DataFlow, node: fx.Node) -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import fx
 
 from r3_pass.registry.dataflow import DataFlow, is_tensor, spelling, value
 from r3_pass.registry.operators import REARRANGE, SELECTIONS
 from r3_pass.registry.trace import Root
+from r3_pass.registry.walk import walk
 
 _UNCHANGED = REARRANGE | {"getitem", "cat", "stack", "gather", "roll", "flip", "index_select", "narrow", "select"}
 
@@ -33,83 +34,63 @@ class Origins:
 
     def is_choice(self, node: fx.Node) -> bool:
         """Whether a value is these ids, or some of them, as they were chosen."""
-        stack, seen = [node], {node}
-        while stack:
-            top = stack.pop()
-            if top in self.starts:
-                return True
+
+        def unchanged(top: fx.Node) -> list[fx.Node]:
             if spelling(top) not in _UNCHANGED:
-                continue
-            for source in self.flow.inputs(top):
-                if source not in seen and is_tensor(source) and not value(source).dtype.is_floating_point:
-                    seen.add(source)
-                    stack.append(source)
-        return False
+                return []
+            return [n for n in self.flow.inputs(top) if is_tensor(n) and not value(n).dtype.is_floating_point]
+
+        return any(top in self.starts for top in walk(node, unchanged))
 
     def made_of_ids(self, node: fx.Node) -> bool:
         """Whether a value comes from these ids (and their scores) alone: a place in an expert's queue, say."""
-        stack, seen, found = [node], {node}, False
-        while stack:
-            top = stack.pop()
+        found = False
+        for top in walk(node, self._data):
             if top in self.starts or top in self.roots:
                 found = True
-                continue
-            if self.flow.kind(top) != "data":
-                continue
-            if top.op == "placeholder" or self.flow.order[top] < self.first or spelling(top) in SELECTIONS:
+            elif self.flow.kind(top) == "data" and (self._before(top) or spelling(top) in SELECTIONS):
                 return False
-            for source in self.flow.inputs(top):
-                if source not in seen:
-                    seen.add(source)
-                    stack.append(source)
         return found
 
     def depends(self, node: fx.Node) -> bool:
         """Whether a value depends on these ids."""
-        stack, seen = [node], {node}
-        while stack:
-            top = stack.pop()
-            if top in self.starts:
-                return True
-            for source in self.flow.inputs(top):
-                if source not in seen and self.flow.order.get(source, 0) > self.first:
-                    seen.add(source)
-                    stack.append(source)
-        return False
+        behind = walk(node, lambda top: [n for n in self.flow.inputs(top) if self.flow.order.get(n, 0) > self.first])
+        return any(top in self.starts for top in behind)
 
     def beyond(self, node: fx.Node) -> bool:
         """True if the value depends on the token by another way than the router's scores."""
         if self.flow.kind(node) != "data":
             return False
-        stack, seen = [node], {node}
-        while stack:
-            top = stack.pop()
-            if top in self.roots or self.flow.kind(top) != "data":
-                continue
-            if top.op == "placeholder" or self.flow.order[top] < self.first:
-                if is_tensor(top) or top.op != "placeholder":
-                    return True
-                continue
-            for source in self.flow.inputs(top):
-                if source not in seen:
-                    seen.add(source)
-                    stack.append(source)
-        return False
+
+        def further(top: fx.Node) -> Iterable[fx.Node]:
+            ends = top in self.roots or self.flow.kind(top) != "data" or self._before(top)
+            return () if ends else self.flow.inputs(top)
+
+        return any(
+            top not in self.roots
+            and self.flow.kind(top) == "data"
+            and self._before(top)
+            and (is_tensor(top) or top.op != "placeholder")
+            for top in walk(node, further)
+        )
 
     def scored(self, node: fx.Node) -> bool:
         """Whether a value comes from the router's product with no selection between."""
-        stack, seen = [node], {node}
-        while stack:
-            top = stack.pop()
-            if top in self.roots:
-                return True
-            if spelling(top) in SELECTIONS or top in self.starts or self.flow.order.get(top, 0) < self.first:
-                continue
-            for source in self.flow.inputs(top):
-                if source not in seen:
-                    seen.add(source)
-                    stack.append(source)
-        return False
+
+        def further(top: fx.Node) -> Iterable[fx.Node]:
+            ends = spelling(top) in SELECTIONS or top in self.starts or self.flow.order.get(top, 0) < self.first
+            return () if ends else self.flow.inputs(top)
+
+        return any(top in self.roots for top in walk(node, further))
+
+    def _data(self, top: fx.Node) -> Iterable[fx.Node]:
+        """What a value was made of, up to the ids and the router's products."""
+        ends = top in self.starts or top in self.roots or self.flow.kind(top) != "data"
+        return () if ends else self.flow.inputs(top)
+
+    def _before(self, node: fx.Node) -> bool:
+        """Whether a value was there before the router."""
+        return node.op == "placeholder" or self.flow.order[node] < self.first
 
 
 def others(flow: DataFlow, user: fx.Node, node: fx.Node) -> list[fx.Node]:
