@@ -137,11 +137,15 @@ def is_clear(spec: Spec, logits: Tensor, bias: Tensor, margin: float) -> Tensor:
     wide, offset = logits.double(), bias.double()
     scores = wide.softmax(-1) if spec.scores == "softmax" else wide.sigmoid() if spec.scores == "sigmoid" else wide
     choice = scores + offset if spec.bias else scores
-    clear = _apart(choice, spec.experts if spec.groups > 1 else spec.top_k, margin)
+    clear = torch.ones(len(choice), dtype=torch.bool, device=choice.device)
     if spec.groups > 1:
-        grouped = choice.view(-1, spec.groups, spec.experts // spec.groups).topk(spec.best, dim=-1)[0].sum(-1)
-        clear &= _apart(grouped, spec.groups, margin)
-        clear &= (choice.abs() > margin).all(-1)  # what is filled with 0 is near nothing
+        members = spec.experts // spec.groups
+        grouped = choice.view(-1, spec.groups, members).topk(spec.best, dim=-1)[0].sum(-1)
+        clear = _apart(grouped, spec.kept, margin)
+        left_out = torch.ones_like(grouped, dtype=torch.bool).scatter(-1, grouped.topk(spec.kept).indices, False)
+        nothing = 0.0 if spec.fill == 0.0 else float(choice.min()) - 1.0  # -inf is far from all
+        choice = choice.masked_fill(left_out.repeat_interleave(members, dim=-1), nothing)
+    clear &= _apart(choice, spec.top_k, margin)
     return clear
 
 
