@@ -43,33 +43,39 @@ _WRONG_SLOT = tl.constexpr(ERROR_SLOT)
 
 @triton.jit
 def record_kernel(  # type: ignore[no-untyped-def]
-    table, buffer, state, slots, columns, tokens, num_slots, stored, top_k, offset,
+    table, buffer, state, slots, columns, tokens, room, num_slots, stored, top_k, offset,
     WIDE: tl.constexpr, BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program writes BLOCK tokens of one site. table: int64 [N, 3] of address, row stride in ids, k; offset: `rows_offset`."""
+    """One program writes BLOCK tokens of one site.
+
+    table: int64 [N, 3] of address, row stride in ids, k; room: entries of `slots` behind the header; offset: `rows_offset`.
+    """
     site = tl.program_id(1)
-    column = tl.load(columns + site)
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    # All of it at once: a forward of many graphs waits for each of their record kernels, and these for their loads.
     expected = tl.load(slots + _TOKENS)
     export = tl.load(slots + _EXPORT)
+    exported = tl.load(slots + _ROWS)
+    column = tl.load(columns + site)
+    address = tl.load(table + site * 3)
+    stride = tl.load(table + site * 3 + 1)
+    width = tl.load(table + site * 3 + 2)
+    inside = token < tokens
+    slot = tl.load(slots + _HEADER + token, mask=inside & (token < room), other=-1)
     if export > 0:
         state = export.to(tl.pointer_type(tl.int32))
     first = tl.program_id(0) == 0
+    # The host looks at what is counted when the kernel is over, so no write here has to wait for another: "relaxed".
     if expected != tokens:
         if first & (site == 0) & (expected >= 0):
-            tl.atomic_or(state + _ERRORS, _WRONG_TOKENS, scope="sys")
+            tl.atomic_or(state + _ERRORS, _WRONG_TOKENS, sem="relaxed", scope="sys")
     else:
-        token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        inside = token < tokens
-        slot = tl.load(slots + _HEADER + token, mask=inside, other=-1)
         wrong = (slot < -1) | (slot >= num_slots)
         if site == 0:
             found = tl.max(wrong.to(tl.int32), 0)
             if found > 0:
-                tl.atomic_or(state + _ERRORS, _WRONG_SLOT, scope="sys")
+                tl.atomic_or(state + _ERRORS, _WRONG_SLOT, sem="relaxed", scope="sys")
         if column >= 0:
-            address = tl.load(table + site * 3)
-            stride = tl.load(table + site * 3 + 1)
-            width = tl.load(table + site * 3 + 2)
             row = tl.where(wrong | (slot < 0), num_slots, slot).to(tl.int64)
             k = tl.arange(0, K_BLOCK)
             offsets = token.to(tl.int64)[:, None] * stride + k[None, :]
@@ -81,12 +87,12 @@ def record_kernel(  # type: ignore[no-untyped-def]
             target = buffer + row[:, None] * (stored * top_k) + column * top_k + k[None, :]
             tl.store(target, ids, mask=inside[:, None] & (k < top_k)[None, :])
             if export > 0:
-                kept = (slot >= 0) & (token < tl.load(slots + _ROWS))
+                kept = (slot >= 0) & (token < exported)
                 rows = (export + offset).to(tl.pointer_type(tl.int16))
                 place = rows + token.to(tl.int64)[:, None] * (stored * top_k) + column * top_k + k[None, :]
                 tl.store(place, ids, mask=kept[:, None] & (k < top_k)[None, :])
             if first:
-                tl.atomic_add(state + _CALLS + column, 1, scope="sys")
+                tl.atomic_add(state + _CALLS + column, 1, sem="relaxed", scope="sys")
 
 
 class PointerTables:
@@ -179,6 +185,6 @@ def record(buffer: Tensor, state: Tensor, slots: Tensor, columns: Tensor, ids: S
     k_block = triton.next_power_of_2(top_k)
     block = max(1, min(triton.next_power_of_2(tokens), 1024 // k_block))
     record_kernel[(triton.cdiv(tokens, block), len(ids))](
-        table, buffer, state, slots, columns, tokens, buffer.shape[0] - 1, buffer.shape[1], top_k,
-        rows_offset(buffer.shape[1]), WIDE=wide, BLOCK=block, K_BLOCK=k_block,
+        table, buffer, state, slots, columns, tokens, slots.shape[0] - HEADER, buffer.shape[0] - 1, buffer.shape[1],
+        top_k, rows_offset(buffer.shape[1]), WIDE=wide, BLOCK=block, K_BLOCK=k_block,
     )  # fmt: skip

@@ -8,6 +8,7 @@ On a GPU. All variants route with the same compiled code (`routing_model.py`) an
     r3_pass     the record op that the backend inserts: one launch for all layers, int16
     pinned      the same into a slot buffer in page-locked memory of the host (`placement="pinned"`)
     put         `view.index_put_((slots,), ids)` into an int32 buffer, once per layer, with the cast to int32 left to Inductor
+    alive       the ids of all layers are returned, and nobody reads them: what it costs that they stay in memory (many tokens only)
 
 Three tables: GPU time in a CUDA graph, of a model that is compiled as one; the same of one whose layers are compiled by themselves,
 where each layer's graph records; and the host's time of a forward without CUDA graphs, from an idle GPU. Microseconds per forward.
@@ -37,7 +38,7 @@ from routing_model import HIDDEN, Routers
 import r3_pass
 
 GEOMETRIES = {"R1 (62 x 8 of 256)": (62, 8, 256), "Qwen3-30B-A3B (48 x 8 of 128)": (48, 8, 128)}
-TOKENS = {"R1 (62 x 8 of 256)": [256, 1, 8192], "Qwen3-30B-A3B (48 x 8 of 128)": [256]}
+TOKENS = {"R1 (62 x 8 of 256)": [256, 8192, 1], "Qwen3-30B-A3B (48 x 8 of 128)": [256]}
 TINY = {"tiny (3 x 2 of 8)": (3, 2, 8)}
 LIMITS = {256: 6.5, 8192: 20.0}
 SHARE, HOST = 1 / 3, 30.0
@@ -105,6 +106,8 @@ def whole(bench: Bench, name: str, geometry: tuple[int, int, int], tokens: int, 
         "off": lambda: Graph(functools.partial(on, x)),
         "put": lambda: Graph(put),
     }
+    if tokens > 1024 or given.tiny:
+        runs["alive"] = lambda: Graph(functools.partial(plain, x, keep=True))
     for variant, (there, compiled) in sessions.items():
         runs[variant] = functools.partial(Graph, functools.partial(compiled, x), there, tokens)
     graphs = {variant: [make() for _ in range(given.captures)] for variant, make in runs.items()}
@@ -226,7 +229,7 @@ def host_time(
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument(
-        "--tokens", type=int, nargs="+", help="for every geometry; by default 256, 1 and 8192 for R1 and 256"
+        "--tokens", type=int, nargs="+", help="for every geometry; by default 256, 8192 and 1 for R1 and 256"
     )
     parser.add_argument("--geometry", choices=list(GEOMETRIES), nargs="+", default=list(GEOMETRIES))
     parser.add_argument("--rounds", type=int, default=30)
@@ -265,6 +268,7 @@ def report(bench: Bench, floor: dict[str, float]) -> None:
         "pinned adds",
         "its floor",
         "put adds",
+        "ids alive add",
         "spread",
     ]
     print(
@@ -274,7 +278,7 @@ def report(bench: Bench, floor: dict[str, float]) -> None:
                 (
                     row["geometry"], row["tokens"], f"{row['off']:.0f}", f"**{row['r3_pass']:.1f}**", f"{row['floor']:.1f}",
                     f"{row['r3_pass'] - row['floor']:.1f}", f"{row['pinned']:.1f}" if "pinned" in row else "-",
-                    f"{row['floor of pinned']:.1f}", f"{row['put']:.1f}",
+                    f"{row['floor of pinned']:.1f}", f"{row['put']:.1f}", f"{row['alive']:.1f}" if "alive" in row else "-",
                     f"{row['spread']['off']:.1f}, {row['spread']['r3_pass']:.1f}",
                 )
                 for row in rows["capture"]

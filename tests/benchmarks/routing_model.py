@@ -44,18 +44,24 @@ class Layer(nn.Module):
 
 
 class Routers(nn.Module):
-    """All layers, to be compiled as one; with a buffer [S + 1, L, K], the ids of each are put into it one layer at a time."""
+    """All layers, to be compiled as one; with a buffer [S + 1, L, K], the ids of each are put into it one layer at a time; with
+    `keep` they are returned."""
 
     def __init__(self, layers: int, top_k: int, experts: int) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Layer(top_k, experts) for _ in range(layers))
 
-    def forward(self, x: Tensor, buffer: Tensor | None = None, slots: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, buffer: Tensor | None = None, slots: Tensor | None = None, keep: bool = False
+    ) -> Tensor | tuple[Tensor, list[Tensor]]:
+        kept: list[Tensor] = []
         for number, layer in enumerate(self.layers):
             x, ids = layer(x)
             if buffer is not None:
                 torch.ops.r3_bench.put(buffer, number, slots, ids.to(buffer.dtype))
-        return x
+            if keep:
+                kept.append(ids)
+        return (x, kept) if keep else x
 
     def one_by_one(self, x: Tensor, views: Sequence[Tensor] | None = None, slots: Tensor | None = None) -> Tensor:
         """The same through layers that are compiled by themselves."""
