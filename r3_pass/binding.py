@@ -58,7 +58,7 @@ class Binding:
         layers: stored layers in order; grows in the first step only.
         routed: top-k and number of experts of each layer that was placed.
         named: by layer, how many experts there are, where its router chooses among more (a padded weight): checked on the host.
-        calls: how often each stored layer was written in the running step.
+        calls: how often each stored layer was written in the running step; records: by how many record ops.
         captured: a CUDA graph holds the record op, so a step may run without the host seeing it.
         entered_on, ran_on: CUDA streams (handles) of the running step, and of its forward once that has begun.
     """
@@ -85,6 +85,7 @@ class Binding:
         self.layers: tuple[int, ...] = ()
         self.top_k = 0
         self.calls: list[int] = []
+        self.records = 0
         self.captured = False
         self.capturing = False
         self.begun = True
@@ -236,6 +237,7 @@ class Binding:
         """
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             self.captured = self.capturing = True
+        self.records += 1
         for column in placement.stored:
             self.calls[column] += 1
         if tokens != self.tokens:

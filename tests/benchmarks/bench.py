@@ -23,6 +23,7 @@ import operator
 import os
 import platform
 import pstats
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ DEVICE = "cuda" if CUDA else "cpu"
 
 _HOLDS: dict[str, Callable[[float, float], bool]] = {"<=": operator.le, "<": operator.lt, ">=": operator.ge}
 _PROFILED = 15  # rows of a profile
+_CALLS, _SECONDS = 30, 5.0  # of Python's, whichever is reached first
 
 
 def arguments(doc: str | None) -> argparse.ArgumentParser:
@@ -156,13 +158,15 @@ def profiled(run: Callable[[], Any], host: bool = False) -> str:
     if not host:
         return text
     python = cProfile.Profile()
+    began, calls = time.perf_counter(), 0
     python.enable()
-    for _ in range(30):
+    while calls < _CALLS and time.perf_counter() - began < _SECONDS:
         run()
+        calls += 1
     python.disable()
     stream = io.StringIO()
     pstats.Stats(python, stream=stream).sort_stats("tottime").print_stats(_PROFILED)
-    return f"{text}\nPython, 30 calls:\n{stream.getvalue()}"
+    return f"{text}\nPython, {calls} calls:\n{stream.getvalue()}"
 
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

@@ -39,11 +39,11 @@ from qwen3 import (
     build,
     engine_of,
     read_bytes,
+    same_kernels,
     settle,
     sharing_weights,
     unfused,
 )
-from torch._inductor import config as inductor
 
 from r3_pass.runtime import SegmentBatch
 
@@ -138,8 +138,7 @@ def main() -> None:
         given.layers, given.batch, given.context, given.rounds, given.replays = 2, 4, 32, 2, 1
     elif not CUDA:
         raise SystemExit("this benchmark measures GPU time: it needs a CUDA device, or --tiny")
-    # Two compilations of one kernel, the same text, choose differently among its configurations: 3.6 and 7.6 us, seen.
-    inductor.triton.autotune_pointwise = False
+    same_kernels()
     bench = Bench(given)
     floor = floors()
     bench.add("floors", floor)

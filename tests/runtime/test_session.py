@@ -719,6 +719,25 @@ def test_a_forward_that_raises_between_two_layers() -> None:
     session.detach()
 
 
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_many_record_ops_write_nothing_to_the_host(by_layer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a forward has one record op for each of many layers, their rows are gathered at its end."""
+    model, backend = decoder(layers=7), r3_pass.backend("eager")
+    call: Any = model if by_layer else torch.compile(model, backend=backend)
+    if by_layer:
+        for layer in model.layers:
+            layer.compile(backend=backend)
+    session = r3_pass.runtime.attach(call, backend=backend, num_slots=SLOTS)
+    asked: list[int] = []
+    monkeypatch.setattr(session._delivery, "stage", lambda entries, geometry, num_rows: asked.append(num_rows))
+    for start in (0, 4):
+        with torch.no_grad(), session.step(range(start, start + 4), [Segment("a", start, 4)]):
+            call(prompt(4))
+    assert asked == ([] if by_layer else [4])  # not in the first step, whose layout is not proved before it ends
+    assert (session.finish("a", 9) == np.concatenate([truth(model, prompt(4))] * 2)).all()
+    session.detach()
+
+
 def test_a_step_that_was_never_left(loop: Loop) -> None:
     """An engine thread that died holds a step open: the next one says so, rows that are there can be had, a new session works."""
     loop.step(("a", 0, prompt(4), range(4)))
