@@ -165,7 +165,7 @@ def profiled(run: Callable[[], Any], host: bool = False) -> str:
         calls += 1
     python.disable()
     stream = io.StringIO()
-    pstats.Stats(python, stream=stream).sort_stats("tottime").print_stats(_PROFILED)
+    pstats.Stats(python, stream=stream).strip_dirs().sort_stats("tottime").print_stats(_PROFILED)
     return f"{text}\nPython, {calls} calls:\n{stream.getvalue()}"
 
 

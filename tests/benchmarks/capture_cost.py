@@ -232,7 +232,7 @@ def main() -> None:
         "--tokens", type=int, nargs="+", help="for every geometry; by default 256, 8192 and 1 for R1 and 256"
     )
     parser.add_argument("--geometry", choices=list(GEOMETRIES), nargs="+", default=list(GEOMETRIES))
-    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--replays", type=int, default=20)
     parser.add_argument("--calls", type=int, default=200, help="forwards of each way for the host's time")
     parser.add_argument(
