@@ -8,7 +8,9 @@ Legend: T tokens, N sites in the graph, M stored (MoE) layers, K top-k, S slots.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,10 +87,15 @@ def record_reference(buffer: Tensor, state: Tensor, slots: Tensor, columns: Tens
     state.index_add_(0, where + STATE_CALLS, torch.ones_like(where, dtype=torch.int32))
 
 
-def _record_cuda(buffer: Tensor, state: Tensor, slots: Tensor, columns: Tensor, ids: Sequence[Tensor]) -> None:
+@functools.cache
+def _kernels() -> Any:
     from r3_pass.passes import kernels  # Triton is imported where there is a GPU only
 
-    kernels.record(buffer, state, slots, columns, ids)
+    return kernels
+
+
+def _record_cuda(buffer: Tensor, state: Tensor, slots: Tensor, columns: Tensor, ids: Sequence[Tensor]) -> None:
+    _kernels().record(buffer, state, slots, columns, ids)
 
 
 def _record_meta(buffer: Tensor, state: Tensor, slots: Tensor, columns: Tensor, ids: Sequence[Tensor]) -> None:

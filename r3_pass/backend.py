@@ -98,7 +98,7 @@ class CompiledGraph:
         binding.begin()
         binding.refuse(self.refused)
         placement = binding.place(self.witnesses, weights, self.placed)
-        if binding not in self.served():
+        if not any(reference() is binding for reference in self._served):
             self._served = (*self._served, weakref.ref(binding))
         if placement.stored and self.device != binding.device:
             raise RefusedConfiguration(
@@ -311,7 +311,8 @@ def backend(inner: Inner = "inductor", *, mode: Mode = "record", fuse_router: bo
 
     Args:
         inner: what compiles the rewritten graph: "inductor", "aot_eager", "eager", the name of any Dynamo backend, or
-            a backend. Outputs are those of the same inner backend without r3_pass, bit for bit.
+            a backend. Outputs are those of the same inner backend without r3_pass, bit for bit; with Inductor on a GPU, as far as
+            it tunes the same kernels alike in two compilations.
         mode: what each graph that routes is compiled for, beside running live: "record", "replay" (`backend.replay(routes)`),
             or "both". Each is one more compilation of the graph when it is first seen, and none later.
         fuse_router: compute each layer's routing from the logits on (scores, top-k, weights) by one kernel, with a session and

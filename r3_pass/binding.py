@@ -38,10 +38,10 @@ class Placement:
     problems: dict[str, None]
     numbers: tuple[int, ...]
     columns: Tensor
+    stored: tuple[int, ...] = dataclasses.field(init=False)
 
-    @property
-    def stored(self) -> tuple[int, ...]:
-        return tuple(n for n in self.numbers if n >= 0)
+    def __post_init__(self) -> None:
+        self.stored = tuple(n for n in self.numbers if n >= 0)
 
     def stands(self, graph: Sites, weights: tuple[Any, ...]) -> bool:
         return self.graph is graph and all(a is b for a, b in zip(self.weights, weights, strict=True))
