@@ -24,7 +24,7 @@ help:
 	@echo 'make test-extras    the tests on TRL and on Ray, in an environment of its own'
 	@echo 'make machine        the reference engine through $(EXAMPLES) random histories, each row proved'
 	@echo 'make architectures  record every architecture and router, and write docs/architectures.md (a quarter of an hour)'
-	@echo 'make benchmarks     every measured figure beside its bar, on one GPU (half an hour)'
+	@echo 'make benchmarks     every measured figure beside its bar, on one GPU (half an hour; ARGS=--tiny: anywhere)'
 	@echo 'make check          formatting, lints and types'
 	@echo 'make test-versions  the core tests on each torch of TORCH_VERSIONS ($(TORCH_VERSIONS))'
 	@echo 'make wheel          dist/: an sdist, and the wheel built from it'
@@ -65,7 +65,7 @@ architectures: venv
 	$(BIN)/python tests/lib/all_architectures.py --routers --write docs/architectures.md
 
 benchmarks: venv
-	$(BIN)/python tests/benchmarks/all.py --out build/benchmarks --minutes 60
+	$(BIN)/python tests/benchmarks/all.py --out build/benchmarks --minutes 60 $(ARGS)
 
 check: venv
 	$(BIN)/ruff format --check .

@@ -40,6 +40,7 @@ class CompiledGraph:
     """What Dynamo calls for one routing graph.
 
     Attributes:
+        graphs: all that its backend has compiled; grows.
         device: where its ids are.
         witnesses: its sites, and the weights that name their layers.
         placed: how the sites were placed at calls so far, for reports.
@@ -55,8 +56,10 @@ class CompiledGraph:
         witnesses: Witnesses,
         refused: Sequence[Rejected],
         device: torch.device,
+        graphs: Sequence[GraphRecord],
         goes_on: bool = False,
     ) -> None:
+        self.graphs = graphs
         self.device = device
         self.goes_on = goes_on
         self.plain = plain
@@ -100,6 +103,7 @@ class CompiledGraph:
         placement = binding.place(self.witnesses, weights, self.placed)
         if not any(reference() is binding for reference in self._served):
             self._served = (*self._served, weakref.ref(binding))
+            binding.learn(self.graphs)
         if placement.stored and self.device != binding.device:
             raise RefusedConfiguration(
                 f"the graph's ids are on {self.device}, the session's slot buffer is on {binding.device}: a model that is spread "
@@ -118,8 +122,14 @@ class RefusedGraph:
     """What Dynamo calls for a graph whose routing cannot be recorded: it runs, and tells the session of the step."""
 
     def __init__(
-        self, plain: Compiled, refused: Sequence[Rejected], module: fx.GraphModule, replays: Replays | None
+        self,
+        plain: Compiled,
+        refused: Sequence[Rejected],
+        module: fx.GraphModule,
+        graphs: Sequence[GraphRecord],
+        replays: Replays | None,
     ) -> None:
+        self.graphs = graphs
         self.plain = plain
         self.replays = replays
         self.refused = tuple(refused)
@@ -132,6 +142,7 @@ class RefusedGraph:
             self.replays.refuse(weights, _texts(self.refused))
         binding = find_binding(weights, tuple, {})
         if binding is not None and binding.recording:
+            binding.learn(self.graphs)
             binding.refuse(self.refused)
         return self.plain(*args)
 
@@ -162,7 +173,7 @@ class Backend:
         refused = [r for r in found.rejected if r.routing]
         if not found.sites:
             plain = compile_with(self.inner, module, example_inputs, options)
-            return RefusedGraph(plain, refused, module, self.replays) if refused else plain
+            return RefusedGraph(plain, refused, module, self.graphs, self.replays) if refused else plain
         if _split_for_ddp():
             return self._leave(module, example_inputs, refused, record, options, _SPLIT)
         if self.mode == "record":
@@ -216,7 +227,9 @@ class Backend:
         plain = compile_with(self.inner, module, example_inputs, options)
         witnesses = Witnesses(module, rewritten.occurrences)
         record.watch_bytecode()
-        compiled = CompiledGraph(plain, recording, rewritten.tokens, witnesses, refused, device, self.goes_on)
+        compiled = CompiledGraph(
+            plain, recording, rewritten.tokens, witnesses, refused, device, self.graphs, self.goes_on
+        )
         record.placed = compiled.placed
         return compiled
 
@@ -234,7 +247,7 @@ class Backend:
         more = [Rejected(s.selections[0].name, why, True, s.module, s.gate) for s in found.sites]
         record.found = Match((), (*found.rejected, *more))
         plain = compile_with(self.inner, module, example_inputs, options)
-        return RefusedGraph(plain, [*refused, *more], module, self.replays)
+        return RefusedGraph(plain, [*refused, *more], module, self.graphs, self.replays)
 
     def report(self) -> Report:
         """What was captured in the graphs compiled so far, and what was rejected and why."""

@@ -21,6 +21,7 @@ from r3_pass.errors import BufferLayoutError, RefusedConfiguration
 from r3_pass.marks import Marks, owner_of
 from r3_pass.passes.site import Accepted, Rejected
 from r3_pass.places import Place, Places, Sites
+from r3_pass.report import GraphRecord
 from r3_pass.structure import Block, Structure, inspect
 
 
@@ -60,6 +61,7 @@ class Binding:
         named: by layer, how many experts there are, where its router chooses among more (a padded weight): checked on the host.
         calls: how often each stored layer was written in the running step; records: by how many record ops.
         captured: a CUDA graph holds the record op, so a step may run without the host seeing it.
+        graphs: what the backends have compiled that graphs of the model came from, as far as one ran in a step.
         entered_on, ran_on: CUDA streams (handles) of the running step, and of its forward once that has begun.
     """
 
@@ -98,6 +100,7 @@ class Binding:
         self.named: dict[int, int] = {}
         self.lock = threading.RLock()
         self._lay_out = lay_out
+        self._compiled: dict[int, Sequence[GraphRecord]] = {}
         self._placements: dict[tuple[int, int], Placement] = {}
         # Columns of placements that are gone, while a CUDA graph may still read them.
         self._read_by_graphs: list[Tensor] = []
@@ -224,6 +227,14 @@ class Binding:
             named = evidence.count
         if named is not None and named < site.num_experts:
             self.named[layer] = named
+
+    def learn(self, graphs: Sequence[GraphRecord]) -> None:
+        """A graph of the model came from the backend that compiled these; it goes on to add to them."""
+        self._compiled[id(graphs)] = graphs
+
+    @property
+    def graphs(self) -> tuple[GraphRecord, ...]:
+        return tuple(record for graphs in self._compiled.values() for record in graphs)
 
     def refuse(self, refusals: Sequence[Rejected]) -> None:
         """Remember routing that ran in this step and cannot be recorded."""

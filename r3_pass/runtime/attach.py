@@ -11,9 +11,7 @@ from torch import nn
 
 from r3_pass.backend import Backend
 from r3_pass.errors import NoRouterFound, RefusedConfiguration, UnsupportedEngine
-from r3_pass.places import goes_through
 from r3_pass.report import GraphRecord
-from r3_pass.runtime.coverage import Reasons
 from r3_pass.runtime.engines import ADAPTERS
 from r3_pass.runtime.engines.base import EngineAdapter
 from r3_pass.runtime.idle import IdleSession
@@ -22,7 +20,7 @@ from r3_pass.runtime.memory import Placement
 from r3_pass.runtime.refusals import check_deployment
 from r3_pass.runtime.session import Session
 from r3_pass.runtime.stage_session import DenseStageSession, StageSession, routes
-from r3_pass.structure import Block, inspect, numbered, text_config
+from r3_pass.structure import inspect, numbered, text_config
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +79,7 @@ def attach(
     if chosen is None and any(a.accepts(engine) for a in ADAPTERS):
         logger.warning(
             "attach(%s, num_slots=%d): the steps are yours to drive (session.step). What an engine of its own runs "
-            "(generate_batch, say) is not recorded; for that, attach without num_slots.",
+            "(generate_batch, say) is not recorded; for that, attach without num_slots. With backend= this is not said.",
             type(engine).__name__, num_slots,
         )  # fmt: skip
     return Session(
@@ -90,7 +88,6 @@ def attach(
         num_slots,
         max_tokens,
         num_layers,
-        reasons=_reasons(chosen),
         call=engine,
         placement=placement,
         graphs=_graphs(chosen),
@@ -109,6 +106,10 @@ def _attach_engine(engine: Any, backend: Backend | str | None, num_layers: int |
     if adapter is None:
         known = next((a for a in ADAPTERS if a.accepts(engine)), None)
         if known is None:
+            if isinstance(engine, type) and issubclass(engine, EngineAdapter):
+                raise UnsupportedEngine(
+                    f"attach got the class {engine.__name__}. Pass an instance: {engine.__name__}(engine)."
+                )
             if isinstance(engine, nn.Module) or callable(engine):
                 raise RefusedConfiguration(
                     f"attach({type(engine).__name__}) needs num_slots=, the number of KV slots: no engine is "
@@ -119,7 +120,7 @@ def _attach_engine(engine: Any, backend: Backend | str | None, num_layers: int |
                 f"no adapter knows a {type(engine).__module__}.{type(engine).__name__} (known: {names}, and "
                 "compiled models with num_slots=). "
                 "Drive the steps yourself with attach(compiled_model, num_slots=...), or write an adapter on "
-                "r3_pass.runtime.engines.base.EngineAdapter and attach that."
+                "r3_pass.runtime.engines.EngineAdapter and attach an instance of it."
             )
         there: Session | None = known.connect(engine)
         if there is not None:
@@ -149,13 +150,12 @@ def _session_of(
     chosen = backend if isinstance(backend, Backend) else theirs
     device = _device_of(adapter.model)
     _check_placement(placement, device)
-    reasons = _reasons(chosen)
     if not deployment.exports:
         return IdleSession(adapter.model, device, adapter.num_slots, num_layers, adapter)
     if dense_stage:
         return DenseStageSession(adapter.model, device, num_layers, adapter)
     if deployment.is_stage:
-        return StageSession(adapter.model, device, num_layers, adapter, reasons, placement)
+        return StageSession(adapter.model, device, num_layers, adapter, placement, _graphs(chosen))
     return Session(
         adapter.model,
         device,
@@ -163,7 +163,6 @@ def _session_of(
         adapter.max_tokens,
         num_layers,
         adapter,
-        reasons,
         placement=placement,
         graphs=_graphs(chosen),
     )
@@ -216,24 +215,6 @@ def backend_of(wrapper: Any) -> Backend | None:
 
 def _graphs(backend: Backend | None) -> Callable[[], Iterable[GraphRecord]]:
     return tuple if backend is None else lambda: tuple(backend.graphs)
-
-
-def _reasons(backend: Backend | None) -> Reasons | None:
-    """A function from a decoder layer to why its candidates were rejected, for error messages."""
-    if backend is None:
-        return None
-
-    def why(block: Block) -> str:
-        nodes: dict[str, list[str]] = {}
-        report = backend.report()
-        seen = [(e.graph, e.module) for e in report.sites] + [(e.graph, e.module) for e in report.rejected]
-        whole = {graph for graph, module in seen if numbered(f"{module}.")}
-        for entry in report.rejected:
-            if goes_through(entry.module, block) or entry.graph not in whole:  # a graph of one layer may serve any
-                nodes.setdefault(entry.reason, []).append(entry.node)
-        return "; ".join(f"{', '.join(names)} rejected: {reason}" for reason, names in nodes.items())
-
-    return why
 
 
 def _refuse_model(model: nn.Module, experts: Mapping[str, int] | None = None) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from r3_pass.binding import Binding
 from r3_pass.errors import NoRouterFound, PartialCapture, RefusedConfiguration
-from r3_pass.structure import Block
+from r3_pass.places import goes_through
+from r3_pass.report import GraphRecord, Report
+from r3_pass.structure import Block, numbered
 
 Reasons = Callable[[Block], str]
 """From a decoder layer to why its candidates were rejected, "" if none was."""
@@ -29,7 +31,23 @@ _LOOPS = (
 )
 
 
-def check_coverage(binding: Binding, reasons: Reasons | None) -> bool:
+def reasons_of(graphs: Callable[[], Iterable[GraphRecord]]) -> Reasons:
+    """What the graphs that are known by then say of a layer's candidates."""
+
+    def why(block: Block) -> str:
+        nodes: dict[str, list[str]] = {}
+        report = Report(tuple(graphs()))
+        seen = [(e.graph, e.module) for e in report.sites] + [(e.graph, e.module) for e in report.rejected]
+        whole = {graph for graph, module in seen if numbered(f"{module}.")}
+        for entry in report.rejected:
+            if goes_through(entry.module, block) or entry.graph not in whole:  # a graph of one layer may serve any
+                nodes.setdefault(entry.reason, []).append(entry.node)
+        return "; ".join(f"{', '.join(names)} rejected: {reason}" for reason, names in nodes.items())
+
+    return why
+
+
+def check_coverage(binding: Binding, reasons: Reasons) -> bool:
     """Hold what ran in a step against what the model must have run.
 
     Returns: True if every expected layer was seen to be written; False if a CUDA graph was replayed, whose own count tells.
@@ -90,11 +108,11 @@ def _nothing_expected(binding: Binding) -> str:
     return "The modules of the model show no experts. " + _ADVICE
 
 
-def _why(binding: Binding, layer: int, reasons: Reasons | None) -> str:
+def _why(binding: Binding, layer: int, reasons: Reasons) -> str:
     module = binding.modules.get(layer, "expected")
     block = Block(binding.container or "", layer)
     evidence = binding.structure.experts.get(block)
     seen = evidence.text if evidence is not None else module
     if layer in binding.modules:
         return f"{seen}; captured in an earlier step, but no compiled graph of it ran in this one"
-    return f"{seen}; {(reasons(block) if reasons is not None else '') or 'no graph of it ran'}"
+    return f"{seen}; {reasons(block) or 'no graph of it that routes ran'}"

@@ -214,9 +214,9 @@ class SequenceTable:
         _check_num_tokens(request_id, num_tokens)
         if request_id not in self._index:
             raise MissingRoutes(
-                f"Request {request_id!r} is unknown, {num_tokens - 1} rows were expected: no step had a segment of it, "
-                "or it was finished, aborted or dropped before. Finish a request once, under the "
-                "id that its segments had; pass segments with every step."
+                f"Request {request_id!r} is unknown, {num_tokens - 1} rows were expected: no step that succeeded had a segment "
+                "of it, or it was finished, aborted or dropped before. Finish a request once, under the "
+                "id that its segments had; pass segments with every step, and forward again what was in a step that failed."
             )
         end = self.end(request_id)
         if end < num_tokens - 1:
@@ -320,7 +320,8 @@ class SequenceTable:
             raise MissingRoutes(
                 f"Request {batch.request_ids[i]!r}: position {ends[i]} comes next, the segment starts at "
                 f"{batch.starts[i]}. Report what a prefix cache skipped with prefix_hit(request_id, start, slots) "
-                "before the step."
+                "before the step, from the first position that it skipped; forwards outside of session.step, and steps that "
+                "failed, leave no rows: forward these tokens again."
             )
         self._matched = batch, indices, False
         return indices, False

@@ -23,7 +23,7 @@ from r3_pass.errors import R3Error, RefusedConfiguration
 from r3_pass.report import GraphRecord, Report, SiteEntry
 from r3_pass.runtime.agreement import agree, check_group
 from r3_pass.runtime.arrivals import past_experts
-from r3_pass.runtime.coverage import Reasons
+from r3_pass.runtime.coverage import reasons_of
 from r3_pass.runtime.delivery import Delivery
 from r3_pass.runtime.engines.base import NO_PROBE, EngineAdapter
 from r3_pass.runtime.hooked import FORM, HookedRouter
@@ -57,7 +57,6 @@ class Session:
         max_tokens: int | None,
         num_layers: int | None = None,
         adapter: EngineAdapter | None = None,
-        reasons: Reasons | None = None,
         call: Any = None,
         placement: Placement = "device",
         graphs: Callable[[], Iterable[GraphRecord]] = tuple,
@@ -74,7 +73,7 @@ class Session:
         self._device = device
         self._adapter = adapter
         self._call = call
-        self._graphs = graphs
+        self._given_graphs = graphs
         self._hooked: dict[int, HookedRouter] = {}
         self._delivery = Delivery(device)
         experts = adapter.experts if adapter is not None else None
@@ -83,7 +82,7 @@ class Session:
         )
         self._binding = self._store.binding
         self._delivery.named = self._binding.named
-        self._steps = Steps(self._lock, device, self._store, self._delivery, reasons)
+        self._steps = Steps(self._lock, device, self._store, self._delivery, reasons_of(self._graphs))
         if num_slots is not None and max_tokens is not None:
             try:
                 self._store.wake(num_slots, max_tokens)
@@ -150,7 +149,12 @@ class Session:
                 SiteEntry(layer, hook.sites[0].module, hook.sites[0].num_experts, hook.sites[0].top_k, FORM, None, True)
                 for layer, hook in self._hooked.items()
             ]
-            return Report(tuple(self._graphs()), hooked=hooked)
+            return Report(self._graphs(), hooked=hooked)
+
+    def _graphs(self) -> tuple[GraphRecord, ...]:
+        """Those of the backend that `attach` knew, and of those whose graphs ran."""
+        known = {id(record): record for record in (*self._given_graphs(), *self._binding.graphs)}
+        return tuple(known.values())
 
     # ---- steps --------------------------------------------------------------------------------------------------
     def step(self, slot_mapping: Slots, segments: SegmentBatch | Iterable[Segment] | None = None) -> Step:
@@ -161,10 +165,9 @@ class Session:
             segments: which tokens are whose, one after the other from index 0; their rows go to their requests. What follows
                 them in the mapping must be -1. None: rows stay in the buffer only.
 
-        Raises, when entered: BufferLayoutError for a mapping that cannot be, MissingRoutes for a gap, and what an
-        earlier step found
-            out too late to raise itself; RefusedConfiguration inside `paused`. When left: PartialCapture or NoRouterFound if a
-            layer was not written, RefusedConfiguration if a pause is still open. ValueError for segments that are none.
+        Raises, when entered: BufferLayoutError for a mapping that cannot be, MissingRoutes for a gap, and what an earlier step
+            found out too late to raise itself; RefusedConfiguration inside `paused`. When left: PartialCapture or NoRouterFound if
+            a layer was not written, RefusedConfiguration if a pause is still open. ValueError for segments that are none.
         """
         return Step(self._steps, slot_mapping, batch_of(segments))
 

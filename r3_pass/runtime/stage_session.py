@@ -5,7 +5,7 @@ Legend: L decoder layers, M stored (MoE) layers of a stage, K top-k.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from torch import nn
 
 from r3_pass.description import describe_tag
 from r3_pass.errors import RefusedConfiguration
-from r3_pass.runtime.coverage import Reasons
+from r3_pass.report import GraphRecord
 from r3_pass.runtime.engines.base import EngineAdapter
 from r3_pass.runtime.idle import IdleSession
 from r3_pass.runtime.inputs import first_position, token_count
@@ -35,12 +35,19 @@ class StageSession(Session):
         device: torch.device,
         num_layers: int | None,
         adapter: EngineAdapter,
-        reasons: Reasons | None,
         placement: Placement,
+        graphs: Callable[[], Iterable[GraphRecord]],
     ) -> None:
         check_stage(model, adapter.deployment)
         super().__init__(
-            model, device, adapter.num_slots, adapter.max_tokens, num_layers, adapter, reasons, placement=placement
+            model,
+            device,
+            adapter.num_slots,
+            adapter.max_tokens,
+            num_layers,
+            adapter,
+            placement=placement,
+            graphs=graphs,
         )
         self._deployment = adapter.deployment
 

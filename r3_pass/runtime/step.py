@@ -72,7 +72,7 @@ class Steps:
     """
 
     def __init__(
-        self, lock: threading.RLock, device: torch.device, store: SlotStore, delivery: Delivery, reasons: Reasons | None
+        self, lock: threading.RLock, device: torch.device, store: SlotStore, delivery: Delivery, reasons: Reasons
     ) -> None:
         self.open: Step | None = None
         self.detached = False

@@ -35,8 +35,8 @@ class Unknown(Moe):
         return (torch.einsum("tkf,tkdf->td", hidden, self.down[ids]) + best + counted).view(x.shape)
 
 
-def failure(bad: type[Moe], good: int, per_layer: bool, layers: int = 5) -> str:
-    """The error of a step of a model whose layers from 1 on are `bad`, but for one."""
+def failure(bad: type[Moe], good: int, per_layer: bool, layers: int = 5, told: bool = True) -> str:
+    """The error of a step of a model whose layers from 1 on are `bad`, but for one; `told`: attach knows the backend."""
     made: list[nn.Module] = []
 
     def moe(k: int) -> nn.Module:
@@ -48,18 +48,22 @@ def failure(bad: type[Moe], good: int, per_layer: bool, layers: int = 5) -> str:
     call: Callable[..., Any] = model if per_layer else torch.compile(model, backend=backend)
     for layer in model.layers if per_layer else ():
         layer.compile(backend=backend)
-    session = r3_pass.runtime.attach(model if per_layer else call, backend=backend, num_slots=16)
+    engine = model if per_layer or not told else call
+    session = r3_pass.runtime.attach(engine, backend=backend if told else None, num_slots=16)
     try:
         with torch.no_grad(), pytest.raises(r3_pass.PartialCapture) as error, session.step(range(5)):
             call(prompt(5))
+        assert any(entry.layer == good for entry in session.report().sites)
     finally:
         session.detach()
     return str(error.value)
 
 
+@pytest.mark.parametrize("told", [False, True])
 @pytest.mark.parametrize("per_layer", [False, True])
-def test_a_router_in_a_custom_operator_is_named(per_layer: bool) -> None:
-    text = failure(Hidden, 2, per_layer)
+def test_a_router_in_a_custom_operator_is_named(per_layer: bool, told: bool) -> None:
+    """Also where `attach` was not told the backend, as by an adapter without `backends`: from the graphs that ran."""
+    text = failure(Hidden, 2, per_layer, told=told)
     assert "1 of 4 MoE layers were captured" in text
     for layer in (1, 3, 4):
         line = next(line for line in text.splitlines() if f"layer {layer}:" in line)

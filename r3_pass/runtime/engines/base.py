@@ -5,9 +5,6 @@ forward writes, which request each token belongs to, and when a slot changes its
 enough to say so. It reads the engine's own bookkeeping, wraps a few bound methods and edits nothing:
 
     class MyAdapter(EngineAdapter):
-        @classmethod
-        def accepts(cls, engine): return hasattr(engine, "my_scheduler")
-
         def __init__(self, engine):
             super().__init__()
             self.engine = engine
@@ -32,14 +29,19 @@ enough to say so. It reads the engine's own bookkeeping, wraps a few bound metho
             result.routed_experts = self.session.finish(result.id, len(result.prompt) + len(result.tokens))
             return emit(result)
 
+    session = r3_pass.runtime.attach(MyAdapter(engine))
+
 What an adapter must get right, each of which some recorder got wrong before:
 
 1. **The slot of position p is read where the engine reads it**, at the forward, from its block table: a table read later may
    already be rewritten by de-duplication or belong to the next owner.
 2. **Padding is -1**, never the slot that the engine uses as its bin.
-3. **Order.** `assign` when blocks leave the free list (never for shared ones); then `move` and `insert` (fork, restore); then
-   `prefix_hit` of requests whose first forward starts past position 0; then the `step`. All of it on the stream that the
-   forward runs on: the session queues device work on the stream that is current.
+3. **Order.** `preempt` as soon as a request is to start over, its sampled tokens counted; `assign` when blocks leave the free list
+   (never for shared ones); then `move` and `insert` (fork, restore); then `prefix_hit` of requests whose first forward starts past
+   position 0; then the `step`. All of it on the stream that the forward runs on: the session queues device work on the stream
+   that is current. These calls are taken on trust: a slot that is passed on without `assign` keeps its old owner's row, tokens
+   that are forwarded again without `preempt` get new rows, and rows of new weights look like the others without
+   `weights_changed`.
 4. **Forwards that are no step** (warm-up, dummy batches) run in a step whose mapping is all -1, so that a graph captured there
    is the graph that serves later; drafters run under `session.paused()`.
 5. **One request's trouble is one request's.** `StaleRoutes` or `MissingRoutes` from `prefix_hit` and `finish` fail that
@@ -117,7 +119,8 @@ class RecordingSession(Protocol):
 
 
 class EngineAdapter(ABC):
-    """One engine, seen by one session. Built by `attach(engine)` for the first adapter class that accepts the engine.
+    """One engine, seen by one session. Pass an instance to `attach`; for engines that r3_pass knows, `attach(engine)` makes it of the
+    class that accepts them.
 
     The constructor may raise `UnsupportedEngine` or `RefusedConfiguration` and must not change the engine in a way that
     `uninstall` does not undo.
@@ -127,9 +130,9 @@ class EngineAdapter(ABC):
         self.wraps = WrapPoints()
 
     @classmethod
-    @abstractmethod
     def accepts(cls, engine: object) -> bool:
-        """Whether this adapter knows such objects. Looks at the object; imports no engine."""
+        """Whether this adapter knows such objects: looks at the object, imports no engine. Not asked if an instance is passed."""
+        return False
 
     @classmethod
     def connect(cls, engine: Any) -> Any:
@@ -159,7 +162,8 @@ class EngineAdapter(ABC):
 
     @property
     def backends(self) -> tuple[object, ...]:
-        """The Dynamo backends (objects or registered names) that the engine itself compiles with, as far as known."""
+        """The Dynamo backends (objects or registered names) that the engine itself compiles with, as far as known: for errors and
+        reports before the first step, after which the graphs that ran tell."""
         return ()
 
     @property
