@@ -119,8 +119,8 @@ class RecordingSession(Protocol):
 
 
 class EngineAdapter(ABC):
-    """One engine, seen by one session. Pass an instance to `attach`; for engines that r3_pass knows, `attach(engine)` makes it of the
-    class that accepts them.
+    """One engine, seen by one session. Pass an instance to `attach`; for engines that r3_pass knows, `attach(engine)` makes one of
+    the class that accepts it.
 
     The constructor may raise `UnsupportedEngine` or `RefusedConfiguration` and must not change the engine in a way that
     `uninstall` does not undo.
