@@ -74,9 +74,9 @@ def record_reference(buffer: Tensor, state: Tensor, slots: Tensor, columns: Tens
     kept = [n for n, column in enumerate(columns.tolist()) if column >= 0]
     if not kept:
         return
+    signed = (i if i.dtype.is_signed else i.to(torch.int16) for i in (ids[n] for n in kept))  # others hold no -1
     padded = [
-        i if i.shape[1] == top_k else torch.nn.functional.pad(i, (0, top_k - i.shape[1]), value=-1)
-        for i in (ids[n] for n in kept)
+        i if i.shape[1] == top_k else torch.nn.functional.pad(i, (0, top_k - i.shape[1]), value=-1) for i in signed
     ]
     values = torch.stack(padded, 1).to(torch.int16)
     where = columns if len(kept) == len(ids) else columns[kept]

@@ -132,6 +132,7 @@ class Steps:
             self._delivery.check(step.batch)
             if store.buffer is not None:
                 store.buffer.settle()
+            step.gone, step.staged = set(), None  # of a context that is entered once more
             self._put(step, checked)
             binding.calls = [0] * len(binding.layers)
             binding.records = 0

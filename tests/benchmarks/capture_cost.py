@@ -2,7 +2,8 @@
 
     python tests/benchmarks/capture_cost.py [--out results.json]
 
-On a GPU. All variants route with the same compiled code (`routing_model.py`) and differ in what they do with the ids:
+On a GPU. All variants route with the same model (`routing_model.py`), "put" and "alive" compiled by the inner compiler alone, and
+differ in what they do with the ids:
 
     off         nothing: the same compiled model outside a step
     r3_pass     the record op that the backend inserts: one launch for all layers, int16

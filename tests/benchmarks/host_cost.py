@@ -3,10 +3,11 @@
     python tests/benchmarks/host_cost.py [--out results.json]
 
 Batch 256, ids of 61 x 8 and 48 x 8 a token, contexts from short to long. The forward is one CUDA graph that routes (a call of the
-compiled model where there is no GPU) and is not counted. Microseconds of host time, medians over the steps:
+compiled model where there is no GPU) and is not counted. Microseconds of host time, medians over the steps but for "mean":
 
     enter       SegmentBatch and `session.step(...)` until it is entered: checks, the mapping's copy, rows that arrived taken in
-    leave       until the step is left: requests extended, the snapshot and its copy queued
+    leave       until the step is left: requests extended, the mapping closed, an event recorded behind their rows, which the record
+                kernel itself writes to the host
     loop        what it replaces: for each request, its row out of the step's block into an array of its own, which grows
 
 Without recording there is no step: off is nothing. The loop is given the rows on the host for nothing: no mapping, no copies. Enter
@@ -115,13 +116,14 @@ class Floor:
     def __init__(self, batch: int) -> None:
         self.host = torch.zeros(batch + 4, dtype=torch.int64, pin_memory=CUDA)
         self.there = torch.zeros_like(self.host, device=DEVICE)
+        self.first = self.there[:1]  # sliced once, as a session does
         self.event = torch.cuda.Event() if CUDA else None
 
     def take(self) -> None:
         if self.event is not None:
             self.event.query()
         self.there.copy_(self.host, non_blocking=True)
-        self.there[:1].fill_(-1)
+        self.first.fill_(-1)
         if self.event is not None:
             self.event.record()
 

@@ -5,6 +5,8 @@ The interpreter must be chosen before Triton is imported, so the cases run in a 
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from typing import Any
 
 import numpy as np
@@ -85,6 +87,24 @@ def test_another_number_of_tokens(expected: int) -> None:
     """Nothing is written; -1 is no fault but a graph that is replayed outside of a step."""
     buffer, state = both([0, 1, 2, 3], [random_ids(4)] * M, [0, 1, 2], tokens=expected)
     assert (buffer[:S] == 77).all() and bool(state[0]) is (expected >= 0)
+
+
+@inside
+@pytest.mark.parametrize("expected", [-1, 0, 4, 2**40])
+def test_a_forward_longer_than_the_mapping(expected: int) -> None:
+    """Nothing behind the mapping is read: here that is a page which nobody may touch."""
+    from r3_pass.passes import kernels
+
+    page, slots = mmap.PAGESIZE, [0, 1, 2, 3]
+    memory = mmap.mmap(-1, 2 * page)
+    address = np.frombuffer(memory, np.int64).ctypes.data
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(address + page), ctypes.c_size_t(page), 0) == 0
+    mapping = torch.frombuffer(memory, dtype=torch.int64, count=page // 8)[-HEADER - len(slots) :]
+    mapping.copy_(torch.tensor([expected, -1, 0, 0, *slots]))
+    buffer = torch.full((S + 1, M, 2), 77, dtype=torch.int16)
+    state = torch.zeros(STATE_CALLS + M, dtype=torch.int32)
+    kernels.record(buffer, state, mapping, torch.arange(M), [random_ids(3000)] * M)
+    assert (buffer == 77).all() and state.tolist() == [int(expected >= 0), 0, 0, 0]
 
 
 @inside

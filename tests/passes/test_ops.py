@@ -97,6 +97,15 @@ def test_dtypes_of_ids(dtype: torch.dtype) -> None:
     assert (step.buffer[[1, 2, 3, 4]] == torch.tensor([255, 128])).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.uint32, torch.int8])
+def test_narrow_layers_of_other_dtypes(dtype: torch.dtype) -> None:
+    """Hash layers look ids up in a table of any dtype: unsigned ones hold no -1, and torch mixes few of them with others."""
+    step, a, b = Step([1, 2, 3, 4]), ids(), ids(k=1)
+    step.record([0, 1, 2], [a, b.to(dtype), a.to(dtype)])
+    narrow = torch.cat([b, torch.full_like(b, -1)], 1)
+    assert torch.equal(step.buffer[[1, 2, 3, 4]].long(), torch.stack([a, narrow, a], 1))
+
+
 def test_strided_ids() -> None:
     """A slice of k + 1 ids is no contiguous [T, k]."""
     step, wide = Step([1, 2, 3, 4]), ids(k=3)

@@ -104,6 +104,18 @@ def test_a_mapping_that_the_engine_reuses(loop: Loop) -> None:
     assert (loop.session.read([1, 2, 3]) == loop.truth(tokens)).all()
 
 
+def test_a_step_that_is_entered_again(loop: Loop) -> None:
+    """Who ended while it was open the first time has nothing to do with the second."""
+    tokens = prompt(4)
+    step = loop.session.step(range(4), [Segment("a", 0, 4)])
+    with torch.no_grad(), step:
+        loop.compiled(tokens)
+        assert len(loop.session.abort("a", 1)) == 0
+    with torch.no_grad(), step:
+        loop.compiled(tokens)
+    assert (loop.session.finish("a", 5) == loop.truth(tokens)).all()
+
+
 def test_rejected_drafts_are_replaced(loop: Loop) -> None:
     """A segment that starts before the end replaces rows, and cuts what lies behind it."""
     tokens, other = prompt(6, 1), prompt(2, 5)
