@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch._inductor import config as inductor
 
 BENCHMARKS = Path(__file__).parent / "benchmarks"
 
@@ -21,6 +23,14 @@ def load(name: str) -> Any:
     sys.modules[spec.name] = module  # dataclasses look themselves up there
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(autouse=True)
+def configured() -> Iterator[None]:
+    """Whatever a benchmark sets, other tests have it as it was."""
+    limit, tuned = torch._dynamo.config.recompile_limit, inductor.triton.autotune_pointwise
+    with torch._dynamo.config.patch(recompile_limit=limit), inductor.patch("triton.autotune_pointwise", tuned):
+        yield
 
 
 @pytest.mark.parametrize(
@@ -44,11 +54,7 @@ def test_runs(
 ) -> None:
     out = tmp_path / "results.json"
     monkeypatch.setattr(sys, "argv", [name, "--tiny", "--out", str(out), *arguments])
-    limit = torch._dynamo.config.recompile_limit
-    with torch._dynamo.config.patch(
-        recompile_limit=limit
-    ):  # whatever the benchmark sets, other tests have it as it was
-        load(name).main()
+    load(name).main()
     found = json.loads(out.read_text())
     assert set(found["rows"]) == tables
     assert not [bar for bar in found["bars"] if bar["met"] is False]

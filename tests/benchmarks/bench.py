@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._inductor import config as inductor
 
 import r3_pass
 
@@ -75,6 +76,9 @@ class Bench:
 
     def __init__(self, given: argparse.Namespace) -> None:
         torch.backends.cuda.matmul.allow_tf32 = False
+        # Variants are compared by what they do, not by luck: Inductor times configurations of a kernel in each compilation, and the
+        # same text has come out at 3.6 us in one and 7.6 in the next.
+        inductor.triton.autotune_pointwise = False
         if given.tiny:
             torch.set_num_threads(1)  # its products are too small to be shared among threads
         self.given = given

@@ -39,7 +39,6 @@ from qwen3 import (
     build,
     engine_of,
     read_bytes,
-    same_kernels,
     settle,
     sharing_weights,
     unfused,
@@ -138,7 +137,6 @@ def main() -> None:
         given.layers, given.batch, given.context, given.rounds, given.replays = 2, 4, 32, 2, 1
     elif not CUDA:
         raise SystemExit("this benchmark measures GPU time: it needs a CUDA device, or --tiny")
-    same_kernels()
     bench = Bench(given)
     floor = floors()
     bench.add("floors", floor)

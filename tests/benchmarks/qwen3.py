@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._inductor.config
 import transformers
 from bench import CUDA, DEVICE
 from torch import nn
@@ -48,12 +47,6 @@ def build(layers: int, tiny: bool) -> Any:
             return transformers.Qwen3MoeForCausalLM(config).eval().requires_grad_(False)
     finally:
         torch.set_default_dtype(before)
-
-
-def same_kernels() -> None:
-    """Compare variants by what they do, not by luck: Inductor times configurations of a kernel in each compilation, and the same
-    text has come out at 3.6 us in one and 7.6 in the next."""
-    torch._inductor.config.triton.autotune_pointwise = False
 
 
 def sharing_weights(model: nn.Module) -> Any:

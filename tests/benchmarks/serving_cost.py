@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from bench import CUDA, Bench, arguments, inner, table
-from qwen3 import BLOCK, PARTS, attach, backend_of, build, engine_of, same_kernels, settle, sharing_weights
+from qwen3 import BLOCK, PARTS, attach, backend_of, build, engine_of, settle, sharing_weights
 
 LIMITS = {"tokens/s": (">=", 0.998), "TTFT P50, ms": ("<=", 1.01), "TTFT P99, ms": ("<=", 1.01)}
 MEASURES = ["tokens/s", "TTFT P50, ms", "TTFT P99, ms", "TPOT P50, ms", "TPOT P99, ms"]
@@ -117,7 +117,6 @@ def main() -> None:
         given.max_batch_tokens, given.seconds, given.rounds = 16, 0.0, 1
     elif not CUDA:
         raise SystemExit("this benchmark serves from a GPU: it needs a CUDA device, or --tiny")
-    same_kernels()
     bench = Bench(given)
     with torch.no_grad():
         measure(bench, build(given.layers, given.tiny))
