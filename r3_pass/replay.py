@@ -107,8 +107,8 @@ class Replay:
                 )
             text += f"model= names this {name}: forwards of another model, or of a copy, are none of it. "
         return (
-            f"{text}Either no forward ran in it, or only in another context inside of it; or the model was compiled with another "
-            f"backend, or not at all, or its code fell back to eager. {_ADVICE}."
+            f"{text}Either no forward ran in it, or only in another context inside of it; or the model is dense (leave the context "
+            f"out); or it was compiled with another backend, or not at all, or its code fell back to eager. {_ADVICE}."
         )
 
     # ---- calls --------------------------------------------------------------------------------------------------
