@@ -114,7 +114,8 @@ def whole(bench: Bench, name: str, geometry: tuple[int, int, int], tokens: int, 
     graphs = {variant: [make() for _ in range(given.captures)] for variant, make in runs.items()}
     setting.buffer.fill_(-1)
     for variant, (there, _) in sessions.items():
-        setting.check(there, graphs[variant][0], graphs["put"][0])
+        for graph in graphs[variant]:
+            setting.check(there, graph, graphs["put"][0])
     steps = [recording(graphs[variant], setting.on_device) for variant in sessions]
     level = alternate(graphs, *setting.effort)
     off = statistics.median(level["off"])
@@ -159,7 +160,8 @@ def by_layer(bench: Bench, name: str, geometry: tuple[int, int, int], tokens: in
     }
     graphs = {variant: [make() for _ in range(given.captures)] for variant, make in runs.items()}
     setting.buffer.fill_(-1)
-    setting.check(session, graphs["r3_pass"][0], graphs["put"][0])
+    for graph in graphs["r3_pass"]:
+        setting.check(session, graph, graphs["put"][0])
     host(bench, name, setting, session, "by layer", {"off": off, "outside": on, "r3_pass": on, "put": put})
     step = recording(graphs["r3_pass"], setting.on_device)
     level = {variant: statistics.median(found) for variant, found in alternate(graphs, *setting.effort).items()}

@@ -20,6 +20,7 @@ read: all weights but the embedding, and all keys and values, once.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import statistics
 import time
@@ -100,16 +101,18 @@ class Decode:
             self.logits = self.engine.runner.run(self.batch)
 
     def rows(self) -> np.ndarray:
-        """What one decode records, int16 [batch, layers, top_k]; every layer is."""
-        if CUDA:
-            with self.session.step(self.slots, self._segments(0)):
-                self.replay()
-        else:
-            self.replay()
-        rows: np.ndarray = self.session.read(self.slots)
-        if not (rows[:, list(self.session.describe().layers)] >= 0).all():
-            raise SystemExit("a layer was not recorded")
-        return rows
+        """What one decode records, int16 [batch, layers, top_k]: every layer, and the same from each capture."""
+        found: list[np.ndarray] = []
+        for replay in self.replays:
+            with self.session.step(self.slots, self._segments(0)) if CUDA else contextlib.nullcontext():
+                replay()
+            found.append(self.session.read(self.slots))
+            if not (found[-1][:, list(self.session.describe().layers)] >= 0).all():
+                raise SystemExit("a layer was not recorded")
+            if not (found[-1] == found[0]).all():
+                raise SystemExit("two captures of one decode recorded different rows")
+            self.session.assign(self.slots)
+        return found[0]
 
     def record(self) -> None:
         """Have every replay from now on record, in a step that is never left."""
@@ -165,8 +168,8 @@ def measure(bench: Bench, model: Any, bandwidth: float) -> None:
                 replay()
         settle()
         times: dict[str, list[list[float]]] = {name: [] for name in pair}
-        for _ in range(given.rounds):
-            for name, one in pair.items():
+        for number in range(given.rounds):
+            for name, one in list(pair.items())[:: -1 if number % 2 else 1]:
                 times[name].append([microseconds(replay, given.replays) / 1e3 for replay in one.replays])
         level = {name: [statistics.median(seen) for seen in times[name]] for name in pair}
         row: dict[str, Any] = {"variant": variant, "parts": given.parts, "layers": given.layers}

@@ -159,10 +159,14 @@ def measure(bench: Bench, model: Any) -> None:
         row["spread of off"] = float(np.ptp([run[name] for run in runs["off"]])) / row["off"]
         row["on / off"], row["ratios"] = statistics.median(ratios[name]), ratios[name]
         bench.add("serving", row)
-    few = first[:16]
+    fresh = np.random.default_rng(2000)  # what was served before lies in the prefix cache
 
     def served(variant: str) -> Any:
-        return lambda: servers[variant].serve(few, min(given.new, 4), given.concurrency)
+        def few() -> None:
+            prompts = fresh.integers(0, vocabulary, (16, given.prompt)).tolist()
+            servers[variant].serve(prompts, min(given.new, 4), given.concurrency)
+
+        return few
 
     explain = {variant: served(variant) for variant in servers}
     for name, (must, limit) in LIMITS.items():
