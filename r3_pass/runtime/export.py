@@ -56,10 +56,13 @@ class Pending:
         self._flags = flags
         self._block = block
         self._pool = pool
+        self._over = block is None
 
     def done(self) -> bool:
         """Whether `wait` returns at once."""
-        return self._block is None or bool(self._block.copied.query())
+        if not self._over and self._block is not None:
+            self._over = bool(self._block.copied.query())
+        return self._over
 
     def wait(self) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int32] | None]:
         """Rows int16[n, M, K] and flags int32[F] (or None), once they have arrived. Copy what outlives `release`."""
@@ -69,11 +72,13 @@ class Pending:
 
     def arrive(self) -> None:
         """Wait until the copy is over. It is, once released."""
-        if self._block is not None:
+        if not self._over and self._block is not None:
             self._block.copied.synchronize()
+            self._over = True
 
     def release(self) -> None:
         """Give the memory back; waits for the copy if it is still under way. Further calls do nothing."""
+        self.arrive()
         block, self._block, self._rows, self._flags = self._block, None, None, None
         if block is not None and self._pool is not None:
             self._pool.put(block)
@@ -88,32 +93,25 @@ class Staged:
         num_rows: rows that there is room for.
     """
 
-    __slots__ = ("_block", "_pool", "_stored", "_top_k", "address", "mapping", "num_rows")
+    __slots__ = ("_block", "_layout", "_pool", "address", "mapping", "num_rows")
 
     def __init__(self, block: _Block, pool: _Pool, entries: int, geometry: Geometry, num_rows: int) -> None:
         self._block = block
         self._pool = pool
-        self._stored, self._top_k = geometry.row_shape
-        behind = -(-entries * 8 // 16) * 16
-        self.mapping: npt.NDArray[np.int64] = block.array[: entries * 8].view(np.int64)
-        self.address = block.address + behind
+        self._layout = layout = block.laid_out(entries, geometry.row_shape, num_rows)
+        layout.flags.fill(0)
+        self.mapping = layout.mapping
+        self.address = layout.address
         self.num_rows = num_rows
-        block.array[behind : behind + (STATE_CALLS + self._stored) * 4] = 0
 
     def upload(self, static: torch.Tensor) -> None:
         """Queue the copy of the mapping into `static`, int64 [entries] on the device."""
-        static.copy_(self._block.longs(len(self.mapping)), non_blocking=True)
+        static.copy_(self._layout.longs, non_blocking=True)
 
     def complete(self, stream: torch.cuda.Stream) -> Pending:
         """The kernel's writes are queued on this stream: what there is once they are done."""
         self._block.copied.record(stream)
-        state = self.address - self._block.address
-        first = state + rows_offset(self._stored)
-        last = first + self.num_rows * self._stored * self._top_k * 2
-        array = self._block.array
-        rows = array[first:last].view(np.int16).reshape(self.num_rows, self._stored, self._top_k)
-        flags = array[state : state + (STATE_CALLS + self._stored) * 4].view(np.int32)
-        return Pending(rows, flags, self._block, self._pool)
+        return Pending(self._layout.rows, self._layout.flags, self._block, self._pool)
 
 
 class Exporter:
@@ -249,17 +247,45 @@ class _Block:
         self.address = memory.ctypes.data
         self.memory = torch.from_numpy(memory)
         self.copied = torch.cuda.Event()
-        self._longs: torch.Tensor = self.memory[:0].view(torch.int64)
+        self._layout: _Layout | None = None
         self.locked = _lock_pages(self.memory)
         if self.locked:
             # Whoever drops a block with a copy under way waits for it here: the device writes to these pages.
             weakref.finalize(self, _unlock_pages, self.memory, self.copied)
 
-    def longs(self, count: int) -> torch.Tensor:
-        """int64 [count] at the beginning. Steps ask for the same again and again."""
-        if len(self._longs) != count:
-            self._longs = self.memory[: count * 8].view(torch.int64)
-        return self._longs
+    def laid_out(self, entries: int, row_shape: tuple[int, int], num_rows: int) -> _Layout:
+        """What a step finds where in it. Steps ask for the same again and again."""
+        if self._layout is None or self._layout.shape != (entries, row_shape, num_rows):
+            self._layout = _Layout(self.array, self.memory, self.address, (entries, row_shape, num_rows))
+        return self._layout
+
+
+class _Layout:
+    """A step's part of a block, views of it: `mapping` int64 [entries], and as a tensor `longs`; behind them, at `address`, `flags`
+    int32 [1 + M] and `rows` int16 [num_rows, M, K], as the record kernel writes them.
+
+    Args:
+        shape: entries, (M, K), num_rows.
+    """
+
+    __slots__ = ("address", "flags", "longs", "mapping", "rows", "shape")
+
+    def __init__(
+        self,
+        array: npt.NDArray[np.uint8],
+        memory: torch.Tensor,
+        address: int,
+        shape: tuple[int, tuple[int, int], int],
+    ) -> None:
+        entries, (stored, top_k), num_rows = self.shape = shape
+        behind = -(-entries * 8 // 16) * 16
+        first = behind + rows_offset(stored)
+        self.mapping: npt.NDArray[np.int64] = array[: entries * 8].view(np.int64)
+        self.longs = memory[: entries * 8].view(torch.int64)
+        self.address = address + behind
+        self.flags: npt.NDArray[np.int32] = array[behind : behind + (STATE_CALLS + stored) * 4].view(np.int32)
+        rows = array[first : first + num_rows * stored * top_k * 2].view(np.int16)
+        self.rows: npt.NDArray[np.int16] = rows.reshape(num_rows, stored, top_k)
 
 
 class _Pool:
@@ -275,21 +301,25 @@ class _Pool:
 
     def get(self, num_bytes: int) -> _Block:
         """The smallest free block that is large enough, else a new one, which replaces the largest free one."""
-        by_size = sorted(self._free, key=lambda block: block.num_bytes)
-        block = next((block for block in by_size if block.num_bytes >= num_bytes), None)
-        if block is None:
-            if by_size:
-                self._free.remove(by_size.pop())
-            block = _Block(max(-(-num_bytes // _BLOCK_STEP), 1) * _BLOCK_STEP)
-            self._all.add(block)
-        else:
-            self._free.remove(block)
-        return block
+        fits = [block for block in self._free if block.num_bytes >= num_bytes]
+        if fits:
+            found = min(fits, key=_size)
+            self._free.remove(found)
+            return found
+        if self._free:
+            self._free.remove(max(self._free, key=_size))
+        made = _Block(max(-(-num_bytes // _BLOCK_STEP), 1) * _BLOCK_STEP)
+        self._all.add(made)
+        return made
 
     def put(self, block: _Block) -> None:
-        block.copied.synchronize()
+        """No copy into or out of it is under way."""
         assert block not in self._free
         self._free.append(block)
+
+
+def _size(block: _Block) -> int:
+    return block.num_bytes
 
 
 def _lock_pages(memory: torch.Tensor) -> bool:
