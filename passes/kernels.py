@@ -179,7 +179,7 @@ def record(buffer: Tensor, state: Tensor, slots: Tensor, columns: Tensor, ids: S
             chosen = chosen.to(dtype).contiguous()
             converted.append(chosen)
             row = chosen.stride(0)
-        numbers += (chosen.data_ptr(), row, chosen.size(1))
+        numbers += (chosen.data_ptr(), row, chosen.shape[1])
     table = prepare(columns).table(numbers)
     top_k = buffer.shape[2]
     k_block = triton.next_power_of_2(top_k)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, fx
@@ -25,7 +26,12 @@ class Witnesses:
         nodes = list(dict.fromkeys(n for o in occurrences for n in (*o.gate, *o.experts)))
         arguments = [n for n in nodes if n.op == "placeholder" and n.name in places]
         constants = [n for n in nodes if n.op == "get_attr"]
-        self._positions = [places[n.name] for n in arguments]
+        positions = [places[n.name] for n in arguments]
+        # Called at every call of the graph: no loop of Python's over the layers. (For one position an itemgetter returns no tuple.)
+        several = operator.itemgetter(*positions) if len(positions) > 1 else None
+        self._arrived: Callable[[Sequence[Any]], tuple[Any, ...]] = several or (
+            lambda args: tuple(args[i] for i in positions)
+        )
         self._constants: list[Tensor] = [_attribute(module, str(n.target)) for n in constants]
         number = {n: i for i, n in enumerate([*arguments, *constants])}
         self.gates = [[number[n] for n in o.gate if n in number] for o in occurrences]
@@ -33,7 +39,7 @@ class Witnesses:
 
     def weights(self, args: Sequence[Any]) -> tuple[Any, ...]:
         """The weights that arrived in this call, and those that the graph holds itself."""
-        return (*(args[i] for i in self._positions), *self._constants)
+        return (*self._arrived(args), *self._constants)
 
 
 def _attribute(module: fx.GraphModule, target: str) -> Any:

@@ -9,6 +9,7 @@ Legend: T tokens in the step, M stored (MoE) layers, K top-k.
 from __future__ import annotations
 
 import dataclasses
+import operator
 import threading
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
@@ -45,7 +46,8 @@ class Placement:
         self.stored = tuple(n for n in self.numbers if n >= 0)
 
     def stands(self, graph: Sites, weights: tuple[Any, ...]) -> bool:
-        return self.graph is graph and all(a is b for a, b in zip(self.weights, weights, strict=True))
+        same = self.graph is graph and len(self.weights) == len(weights)
+        return same and all(map(operator.is_, self.weights, weights))
 
 
 class Binding:

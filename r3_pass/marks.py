@@ -5,6 +5,7 @@ Nothing is kept in a table of the process, and nothing is looked up by `id` alon
 
 from __future__ import annotations
 
+import operator
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -62,6 +63,7 @@ class Marks:
         self._tagged: list[Any] = []
         self._released = False
         self._links: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
+        self._watched: tuple[tuple[Any, ...], ...] | None = None  # the columns of _links; None when they changed
 
     def claim(self) -> bool:
         """Mark every weight of the model as this binding's, under its present names; True if that changed any mark.
@@ -111,6 +113,7 @@ class Marks:
         if changed or self.replaced():
             self._moved()
             self._links.clear()
+            self._watched = None
         first = next((weight for name, weight in self.model.named_parameters() if numbered(name)), None)
         if first is not None:
             self.link(first)
@@ -162,10 +165,14 @@ class Marks:
             module = child
         held: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
         self._links[(id(held), name)] = held, name, weight
+        self._watched = None
 
     def replaced(self) -> bool:
         """Whether weights hang elsewhere than their marks say: replaced (`load_state_dict(assign=True)`), or moved in the model."""
-        return not all(held.get(name) is thing for held, name, thing in self._links.values())
+        if self._watched is None:
+            self._watched = tuple(zip(*self._links.values(), strict=True)) or ((), (), ())
+        held, names, things = self._watched  # asked at every step: no loop of Python's over the layers
+        return not all(map(operator.is_, map(dict.get, held, names), things))
 
     def release(self) -> None:
         """Take every mark off again, for good."""
