@@ -47,10 +47,6 @@ class ReferenceAdapter(EngineAdapter):
         self.engine = engine
         self.session: Any = None
 
-    @classmethod
-    def accepts(cls, engine: object) -> bool:
-        return isinstance(engine, Engine)
-
     @property
     def model(self) -> nn.Module:
         return self.engine.runner.model

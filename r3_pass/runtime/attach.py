@@ -79,7 +79,7 @@ def attach(
     if chosen is None and any(a.accepts(engine) for a in ADAPTERS):
         logger.warning(
             "attach(%s, num_slots=%d): the steps are yours to drive (session.step). What an engine of its own runs "
-            "(generate_batch, say) is not recorded; for that, attach without num_slots. With backend= this is not said.",
+            "(generate_batch, say) is not recorded; for that, attach without num_slots. Pass backend= if this is meant.",
             type(engine).__name__, num_slots,
         )  # fmt: skip
     return Session(
