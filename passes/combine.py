@@ -86,6 +86,7 @@ def _joined(found: list[Accepted]) -> Accepted:
         proved=any(site.proved for site in found),
         selections=tuple(site.selections[0] for site in found),
         overwritten=any(site.overwritten for site in found),
+        shared=any(site.shared for site in found),
         choices=tuple((selection, number) for number, site in enumerate(found) for selection, _ in site.choices),
         roots=first.roots,
         named=first.named,

@@ -98,6 +98,13 @@ def _record_cuda(buffer: Tensor, state: Tensor, slots: Tensor, columns: Tensor, 
     _kernels().record(buffer, state, slots, columns, ids)
 
 
+def write(buffer: Tensor, state: Tensor, slots: Tensor, columns: Tensor, ids: Sequence[Tensor]) -> None:
+    """`record` where no graph is traced: straight to what computes it, for the dispatcher takes its time over a list of tensors."""
+    (_record_cuda if buffer.device.type == "cuda" or ids[0].device.type == "cuda" else record_reference)(
+        buffer, state, slots, columns, ids
+    )
+
+
 def _record_meta(buffer: Tensor, state: Tensor, slots: Tensor, columns: Tensor, ids: Sequence[Tensor]) -> None:
     return None
 

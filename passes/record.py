@@ -5,6 +5,10 @@
              r3_pass.record(r3_buffer, r3_state, r3_slots, r3_columns, [ids_0, ids_1, ...])
              return (hidden, T)
 
+A graph of one site may belong to one of many layers. It can hand out its ids instead, for one launch after the last layer:
+
+    after:   return (hidden, ids_0)
+
 The graph is a copy; the one that Dynamo traced stays as it is. Ids inside nested graphs (activation checkpointing) leave them as
 further results, so that nothing is written inside a region that is run again in the backward.
 """
@@ -48,25 +52,30 @@ class Recorded:
     """A rewritten graph.
 
     Attributes:
-        module: the copy, with four more inputs behind the others: buffer, state, slots, columns.
+        module: the copy, with four more inputs behind the others: buffer, state, slots, columns; or with one more result.
         occurrences: in the order of `columns` entries.
         added: the new placeholders, in order.
         tokens: token count of the sites: an int if it is fixed, None if the graph returns it as one more result.
+        hands_out: nothing is recorded, and one more result is the ids [T, k], in memory that nobody else has.
     """
 
     module: fx.GraphModule
     occurrences: tuple[Occurrence, ...]
     added: tuple[fx.Node, ...]
     tokens: int | None
+    hands_out: bool = False
 
 
-def rewrite(module: fx.GraphModule, sites: Sequence[Accepted], device: torch.device) -> Recorded | str:
+def rewrite(
+    module: fx.GraphModule, sites: Sequence[Accepted], device: torch.device, hand_out: bool = False
+) -> Recorded | str:
     """Copy a Dynamo graph and record its sites in the copy.
 
     Args:
         module: as Dynamo hands it to a backend; not changed.
         sites: what the matcher accepted in it, not empty.
         device: where the ids are, and so the buffer.
+        hand_out: return the ids, if there is one site.
 
     Returns: the copy, or a reason (text) why the sites cannot be recorded together.
     """
@@ -79,6 +88,15 @@ def rewrite(module: fx.GraphModule, sites: Sequence[Accepted], device: torch.dev
     found = tuple(_occurrences(sites, where))
     if reason := unequal(found):
         return reason
+    if hand_out and len(found) == 1:
+        with graph.inserting_before(output):
+            ids = _flatten(graph, found[0])
+            if found[0].site.shared and not found[0].site.overwritten:
+                ids = _call(graph, "clone", ids, ())
+        output.args = ((*output.args[0], ids),)
+        graph.lint()
+        copy.recompile()
+        return Recorded(copy, found, (), None, hands_out=True)
     added = (
         add_input(graph, mode, BUFFER, (7, 5, 3), torch.int16, device),
         add_input(graph, mode, STATE, (11,), torch.int32, device),

@@ -28,6 +28,7 @@ class Accepted:
         named: how many of the E choices name an expert; less than E where the router's weight is padded. None if the graph does
             not show it.
         overwritten: the graph changes the ids in place later; what the router chose must be kept before that.
+        shared: what runs after the graph may change the ids in place; what is read of them later must be a copy.
         choices: every selection that makes the same choice (equal ones, too), and the first column of `columns` that it makes.
         roots: the products that the scores come from.
         fixed: the ids follow from the token alone; there is nothing to replay.
@@ -46,6 +47,7 @@ class Accepted:
     proved: bool
     selections: tuple[fx.Node, ...]
     overwritten: bool = False
+    shared: bool = False
     choices: tuple[tuple[Selection, int], ...] = ()
     roots: tuple[fx.Node, ...] = ()
     fixed: bool = False

@@ -20,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from r3_pass.binding import Binding, Placement, find_binding
 from r3_pass.errors import R3Error, RefusedConfiguration
 from r3_pass.given import OnBadRow
-from r3_pass.inner import Compiled, Inner, compile_with
+from r3_pass.inner import Compiled, Inner, compile_with, owns_outputs
 from r3_pass.passes.fuse import Fused, fuse
 from r3_pass.passes.match import match
 from r3_pass.passes.record import rewrite
@@ -44,6 +44,8 @@ class CompiledGraph:
         device: where its ids are.
         witnesses: its sites, and the weights that name their layers.
         placed: how the sites were placed at calls so far, for reports.
+        hands_out: the recording flavour returns the ids of its one site as one more result, for one launch with those of the other
+            layers (`Binding.ran`).
         goes_on: what an R3Error does to a call in a step. False: the call raises it. True: the model's outputs come as they would
             without a session. The step fails either way, at the latest when it ends.
     """
@@ -58,10 +60,12 @@ class CompiledGraph:
         device: torch.device,
         graphs: Sequence[GraphRecord],
         goes_on: bool = False,
+        hands_out: bool = False,
     ) -> None:
         self.graphs = graphs
         self.device = device
         self.goes_on = goes_on
+        self.hands_out = hands_out
         self.plain = plain
         self.recording = recording
         self.tokens = tokens
@@ -87,12 +91,17 @@ class CompiledGraph:
             return self.plain(*args)
         if not placement.stored:
             return self.plain(*args)
-        results = self.recording(*args, binding.buffer, binding.state, binding.mapping, placement.columns)
+        ids: Tensor | None = None
         tokens = self.tokens
-        if tokens is None:
-            results, tokens = results[:-1], results[-1]
+        if self.hands_out:
+            *results, ids = self.recording(*args)
+            tokens = ids.shape[0]
+        else:
+            results = self.recording(*args, binding.buffer, binding.state, binding.mapping, placement.columns)
+            if tokens is None:
+                results, tokens = results[:-1], results[-1]
         try:
-            binding.ran(placement, tokens)
+            binding.ran(placement, tokens, ids)
         except R3Error as error:
             self._fail(binding, error)
         return results
@@ -218,7 +227,7 @@ class Backend:
         options: dict[str, Any],
     ) -> Compiled:
         device = _device_of(sites)
-        rewritten = rewrite(module, sites, device)
+        rewritten = rewrite(module, sites, device, owns_outputs(self.inner, options))
         if isinstance(rewritten, str):
             return self._leave(module, example_inputs, refused, record, options, rewritten)
         record.keep(module, rewritten.module)
@@ -228,7 +237,15 @@ class Backend:
         witnesses = Witnesses(module, rewritten.occurrences)
         record.watch_bytecode()
         compiled = CompiledGraph(
-            plain, recording, rewritten.tokens, witnesses, refused, device, self.graphs, self.goes_on
+            plain,
+            recording,
+            rewritten.tokens,
+            witnesses,
+            refused,
+            device,
+            self.graphs,
+            self.goes_on,
+            rewritten.hands_out,
         )
         record.placed = compiled.placed
         return compiled

@@ -18,8 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from r3_pass import streams
+from r3_pass.deferred import Deferred
 from r3_pass.errors import BufferLayoutError, RefusedConfiguration
 from r3_pass.marks import Marks, owner_of
+from r3_pass.passes import ops
 from r3_pass.passes.site import Accepted, Rejected
 from r3_pass.places import Place, Places, Sites
 from r3_pass.report import GraphRecord
@@ -61,7 +63,7 @@ class Binding:
         layers: stored layers in order; grows in the first step only.
         routed: top-k and number of experts of each layer that was placed.
         named: by layer, how many experts there are, where its router chooses among more (a padded weight): checked on the host.
-        calls: how often each stored layer was written in the running step; records: by how many record ops.
+        calls: how often each stored layer ran in the running step; left: how many have not; records: how many record ops ran.
         captured: a CUDA graph holds the record op, so a step may run without the host seeing it.
         graphs: what the backends have compiled that graphs of the model came from, as far as one ran in a step.
         entered_on, ran_on: CUDA streams (handles) of the running step, and of its forward once that has begun.
@@ -89,6 +91,7 @@ class Binding:
         self.layers: tuple[int, ...] = ()
         self.top_k = 0
         self.calls: list[int] = []
+        self.left = 0
         self.records = 0
         self.captured = False
         self.capturing = False
@@ -106,6 +109,8 @@ class Binding:
         self._placements: dict[tuple[int, int], Placement] = {}
         # Columns of placements that are gone, while a CUDA graph may still read them.
         self._read_by_graphs: list[Tensor] = []
+        self._all = torch.zeros(0, dtype=torch.int64)  # the columns of all stored layers
+        self._deferred = Deferred(device)
         self.claim()
 
     # ---- the model ----------------------------------------------------------------------------------------------
@@ -167,7 +172,33 @@ class Binding:
 
     def columns(self) -> list[Tensor]:
         """What record ops in captured CUDA graphs read beside the buffer."""
-        return [placement.columns for placement in self._placements.values()]
+        return [*(placement.columns for placement in self._placements.values()), self._all]
+
+    def bind(self, buffer: Tensor, state: Tensor, calls: list[int]) -> None:
+        """Rows go to this buffer from now on; `calls`, of its layers, were written in the running step already."""
+        if self.captured:
+            self._read_by_graphs.append(self._all)
+        self.buffer, self.state, self.calls, self.left = buffer, state, calls, calls.count(0)
+        self._all = self._sent(range(len(calls)))
+
+    def start(self, tokens: int) -> None:
+        """A step of so many tokens begins."""
+        self.calls = [0] * len(self.layers)
+        self.left = len(self.layers)
+        self.records = 0
+        self.capturing = self.begun = False
+        self.problems.clear()
+        self.refused.clear()
+        self._deferred.clear()
+        self.tokens = tokens
+        if self.device.type == "cuda":
+            self.entered_on = streams.current(self.device)
+
+    def stop(self) -> int | None:
+        """The step is over. Returns: its tokens."""
+        tokens, self.tokens = self.tokens, None
+        self._deferred.clear()  # a layer that did not run is an error, and so these are nobody's
+        return tokens
 
     def place(self, graph: Sites, weights: tuple[Any, ...], placed: dict[tuple[int, Place], None]) -> Placement:
         """The columns that a graph's sites write, for the weights of this call."""
@@ -208,18 +239,23 @@ class Binding:
         placed.update(dict.fromkeys(enumerate(places)))
         needed = {*found, *self.expected()}
         if found and (not needed <= set(self.layers) or wanted > self.top_k):
+            self._write_deferred()  # columns of the smaller buffer
             self._lay_out(tuple(sorted({*self.layers, *needed})), max(wanted, self.top_k))
             self._forget_placements()  # their columns are those of the smaller buffer
         column = {layer: m for m, layer in enumerate(self.layers)}
         numbers = [column[p.block.index] if p.block is not None else -1 for p in places]
-        columns = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        problems = dict.fromkeys(p.problem for p in places if p.problem)
+        return Placement(graph, weights, problems, tuple(numbers), self._sent(numbers))
+
+    def _sent(self, numbers: Iterable[int]) -> Tensor:
+        """Columns for the record op, on the device."""
+        columns = torch.tensor(list(numbers), dtype=torch.int64, device="cpu")
         if self.device.type == "cuda":
             from r3_pass.passes import kernels  # Triton is imported where there is a GPU only
 
             columns = columns.pin_memory().to(self.device, non_blocking=True)
             kernels.prepare(columns)
-        problems = dict.fromkeys(p.problem for p in places if p.problem)
-        return Placement(graph, weights, problems, tuple(numbers), columns)
+        return columns
 
     def _name_experts(self, layer: int, block: Block, site: Accepted) -> None:
         """Note how many ids of a layer name an expert, by the graph, else by the model's modules."""
@@ -243,21 +279,42 @@ class Binding:
         for refusal in refusals:
             self.refused[f"{refusal.module or refusal.node}: {refusal.reason}"] = None
 
-    def ran(self, placement: Placement, tokens: int) -> None:
-        """Count a recorded call of a graph; called after it was launched.
+    def ran(self, placement: Placement, tokens: int, ids: Tensor | None = None) -> None:
+        """Count a call of a graph, after it was launched.
 
-        Raises: BufferLayoutError if it ran over another number of tokens than the step's slot mapping has.
+        Args:
+            ids: [T, k] of the one layer of a graph that did not record them; they are written with those of the other layers.
+
+        Raises: BufferLayoutError if it ran over another number of tokens than the step's slot mapping has; RefusedConfiguration as
+            `Deferred.add`.
         """
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             self.captured = self.capturing = True
-        self.records += 1
         for column in placement.stored:
             self.calls[column] += 1
+        self.left -= len(placement.stored)
         if tokens != self.tokens:
             raise BufferLayoutError(
                 f"the forward ran over {tokens} tokens, the step's slot mapping has {self.tokens} entries; nothing was recorded. "
                 "Give one slot for each token that is forwarded, -1 for padding."
             )
+        if ids is None:
+            self.records += 1
+        elif not self._deferred.add(placement.stored[0], ids):
+            self._write(placement.columns, [ids])
+        if not self.left:
+            self._write_deferred()
+
+    def _write_deferred(self) -> None:
+        """All layers have run, or the buffer is about to be another one."""
+        if numbers := self._deferred.columns:
+            columns = self._all if len(numbers) == len(self._all) else self._sent(sorted(numbers))
+            self._write(columns, self._deferred.take())
+
+    def _write(self, columns: Tensor, ids: Sequence[Tensor]) -> None:
+        assert self.buffer is not None, "placing laid it out"
+        self.records += 1
+        ops.write(self.buffer, self.state, self.mapping, columns, ids)
 
     def begin(self) -> None:
         """At a step's first graph: weights moved in the model are seen, and the forward comes after the step's mapping."""
@@ -280,8 +337,8 @@ class Binding:
     def settle(self) -> None:
         """After a CUDA graph was captured: replays on the current stream come after what its record ops were given to read."""
         if self.capturing:
-            for placement in self._placements.values():
-                tables = getattr(placement.columns, "_r3_tables", None)
+            for columns in self.columns():
+                tables = getattr(columns, "_r3_tables", None)
                 if tables is not None and tables.beside is not None:
                     torch.cuda.current_stream(self.device).wait_stream(tables.beside)
                     tables.make_room()

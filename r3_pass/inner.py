@@ -32,13 +32,27 @@ def compile_with(
     return compiled
 
 
-def _inductor(module: fx.GraphModule, example_inputs: Sequence[Any], options: dict[str, Any]) -> Compiled:
+def owns_outputs(inner: Inner, options: dict[str, Any]) -> bool:
+    """Whether what each call returns stays as it is when the same compiled graph is called again: not in a CUDA graph's memory."""
+    if inner in ("eager", "aot_eager"):
+        return True
+    return inner == "inductor" and not (
+        _patches(options).get("triton.cudagraphs", torch._inductor.config.triton.cudagraphs)
+        or torch._inductor.config.cpp_wrapper
+    )
+
+
+def _patches(options: dict[str, Any]) -> dict[str, Any]:
+    """What `mode` and `options` change of Inductor's configuration."""
     from torch._inductor import list_mode_options
+
+    return {**(list_mode_options(options["mode"]) if options.get("mode") else {}), **(options.get("options") or {})}
+
+
+def _inductor(module: fx.GraphModule, example_inputs: Sequence[Any], options: dict[str, Any]) -> Compiled:
     from torch._inductor.compile_fx import compile_fx
 
-    patches = dict(list_mode_options(options["mode"]) if options.get("mode") else {})
-    patches.update(options.get("options") or {})
-    compiled: Any = compile_fx(module, list(example_inputs), config_patches=patches or None)
+    compiled: Any = compile_fx(module, list(example_inputs), config_patches=_patches(options) or None)
     return cast(Compiled, compiled)
 
 

@@ -309,6 +309,11 @@ class DataFlow:
         producer = node.args[0] if spelling(node) == "getitem" and isinstance(node.args[0], fx.Node) else node
         return producer.kwargs.get("out") is not None or bool(self._writers(node)[0])
 
+    def shared(self, node: fx.Node) -> bool:
+        """Whether others may write to the value's memory after the graph: it is an argument's, or among what the graph returns."""
+        _, reached = self._writers(node)
+        return any(n in self.outputs or n.op in ("placeholder", "get_attr") for n in reached)
+
     def overwritten_unseen(self, node: fx.Node) -> fx.Node | None:
         """The custom operator or kernel that may change the value in place before it is read again, in a way no graph shows."""
         writers, reached = self._writers(node)

@@ -150,6 +150,102 @@ def test_engine_cuda_graph_replays_any_step(placement: Placement) -> None:
     session.detach()
 
 
+def by_layer(model: Decoder, inner: str, **options: Any) -> Session:
+    backend = r3_pass.backend(inner)
+    for layer in model.layers:
+        layer.compile(backend=backend)
+    return r3_pass.runtime.attach(model, backend=backend, num_slots=SLOTS, **options)
+
+
+def launches(run: Any) -> int:
+    """How often the record kernel runs."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        run()
+        torch.cuda.synchronize()
+    return sum(event.count for event in seen.key_averages() if "record_kernel" in event.key)
+
+
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_layers_compiled_by_themselves(inner: str) -> None:
+    """One launch a forward, in a CUDA graph and without; rows of either."""
+    model = build()
+    session = by_layer(model, inner)
+    static = torch.randn(16, HIDDEN, device="cuda")
+    graph = captured(session, model, static)
+    for number in range(4):
+        static.copy_(torch.randn(16, HIDDEN, device="cuda"))
+        slots = np.random.default_rng(number).permutation(SLOTS)[:16]
+        with session.step(slots, [Segment(f"r{number}", 0, 16)]):
+            assert launches(graph.replay if number % 2 else lambda: model(static)) == 1
+        assert (session.finish(f"r{number}", 17) == truth(model, static)).all()
+        assert (session.read(slots) == truth(model, static)).all()
+    session.detach()
+
+
+def test_layers_in_cuda_graphs_of_their_own() -> None:
+    """Refused at first, since one launch for all of them would stand in the last one; then each graph writes its own layer."""
+    model = build()
+    session = by_layer(model, "eager")
+    static, padding = torch.randn(16, HIDDEN, device="cuda"), np.full(16, -1)
+    with session.step(padding):
+        model(static)
+
+    def capture() -> list[tuple[torch.cuda.CUDAGraph, Tensor]]:
+        made, x = [], static
+        with session.step(padding):
+            for layer in model.layers:
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    out = layer(x)
+                made.append((graph, out))
+                x = out
+        return made
+
+    with pytest.raises(r3_pass.RefusedConfiguration, match="several CUDA graphs"):
+        capture()
+    torch.cuda.synchronize()
+    graphs = capture()
+    for number in range(3):
+        static.copy_(torch.randn(16, HIDDEN, device="cuda"))
+        slots = np.random.default_rng(number).permutation(SLOTS)[:16]
+        with session.step(slots, [Segment(number, 0, 16)]):
+            for graph, _ in graphs:
+                graph.replay()
+        assert (session.finish(number, 17) == truth(model, static)).all()
+    with session.step(np.arange(16), [Segment("skips", 0, 16)]):
+        for graph, _ in (*graphs[:2], graphs[3]):
+            graph.replay()
+    with pytest.raises(r3_pass.PartialCapture, match="written"):
+        session.finish("skips", 17)
+    session.detach()
+
+
+def test_layers_on_two_streams() -> None:
+    """The launch waits for both, and nobody gets the ids' memory before it is over."""
+    model = build()
+    session = by_layer(model, "eager")
+    x, other = torch.randn(16, HIDDEN, device="cuda"), torch.cuda.Stream()
+    with session.step(np.arange(16)):
+        model(x)
+    for number in range(5):
+        x = torch.randn(16, HIDDEN, device="cuda")
+        y = x
+        with session.step(np.arange(16), [Segment(number, 0, 16)]):
+            for index, layer in enumerate(model.layers):
+                if index == 2:
+                    other.wait_stream(torch.cuda.current_stream())
+                    with torch.cuda.stream(other):
+                        torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]
+                        y = layer(y)
+                    torch.cuda.current_stream().wait_stream(other)
+                else:
+                    y = layer(y)
+            for _ in range(20):
+                torch.full((16, TOP_K), 3, device="cuda")
+        assert (session.finish(number, 17) == truth(model, x)).all()
+    session.detach()
+
+
 def test_a_graph_without_the_record_op_is_found_out() -> None:
     """A graph captured under `paused` writes nothing: the device's count tells, at the next call, and rows are not invented."""
     model = build()

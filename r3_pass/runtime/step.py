@@ -134,14 +134,7 @@ class Steps:
                 store.buffer.settle()
             step.gone, step.staged = set(), None  # of a context that is entered once more
             self._put(step, checked)
-            binding.calls = [0] * len(binding.layers)
-            binding.records = 0
-            binding.capturing = binding.begun = False
-            binding.problems.clear()
-            binding.refused.clear()
-            binding.tokens = len(checked)
-            if self._device.type == "cuda":
-                binding.entered_on = streams.current(self._device)
+            binding.start(len(checked))
             self.open = step
 
     def _put(self, step: Step, slots: npt.NDArray[np.int64] | Tensor) -> None:
@@ -166,7 +159,7 @@ class Steps:
         with self._lock:
             self.open = None
             store, binding = self._store, self._store.binding
-            tokens, binding.tokens = binding.tokens, None
+            tokens = binding.stop()
             self._most_records = max(self._most_records, binding.records)
             binding.settle()
             if binding.ran_on is not None:

@@ -140,7 +140,7 @@ class SlotStore:
                 calls[held] = binding.calls[column]
         first = self.buffer is None
         binding.layers, binding.top_k = layers, top_k
-        binding.buffer, binding.state, binding.calls = fresh.data, state, calls
+        binding.bind(fresh.data, state, calls)
         self.buffer = fresh
         if first and binding.tokens and self.mapping is not None:
             self.flag_duplicates(self.mapping.slots(binding.tokens))
