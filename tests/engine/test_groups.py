@@ -95,11 +95,16 @@ def test_a_group_of_prefix_hits(device: str) -> None:
 
 def test_a_group_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """By its queries and keys, padded to the longest; a sequence by itself may have more, and decodes are never cut."""
-    monkeypatch.setattr(engine.model_runner, "_FEW_QUERIES", 1)
+    monkeypatch.setattr(engine.model_runner, "_FEW_QUERIES", 6)
     monkeypatch.setattr(engine.model_runner, "_MAX_SCORES", 2 * 6 * 2 * BLOCK)
-    batch, _ = Served("cpu").forward([(9, 1), (40, 1), (30, 1), *[(0, 6)] * 5, (6, 6), (0, 6), (20, 6), (9, 3), (9, 3)])
+    decodes, long, short = (
+        [(9, 1), (40, 1), (30, 1)],
+        [*[(0, 6)] * 5, (6, 6), (0, 6), (20, 6)],
+        [*[(9, 3)] * 2, *[(2, 3)] * 2],
+    )
+    batch, _ = Served("cpu").forward(decodes + long + short)
     assert batch.layout.tolist() == [
-        [3, 1, 11], [2, 6, 2], [2, 6, 2], [1, 6, 2], [1, 6, 3], [1, 6, 2], [1, 6, 7], [2, 3, 3], [0, 0, 0]
+        [3, 1, 11], [2, 6, 2], [2, 6, 2], [1, 6, 2], [1, 6, 3], [1, 6, 2], [1, 6, 7], [1, 3, 3], [1, 3, 3], [2, 3, 2], [0, 0, 0]
     ]  # fmt: skip
 
 
