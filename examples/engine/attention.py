@@ -24,10 +24,9 @@ class Paged:
         kv: keys [blocks + 1, block_size, G, D] and values of each layer; the last block is the bin of padded tokens.
         slot_mapping: int64 [T], block * block_size + offset; -1 is padding.
         positions: int64 [T].
-        block_table: int64 [R, W].
-        layout: int64 [2 or more, 3] on the host: how the T tokens are cut into sequences. Row 0 is (n, q, 0): the first
-            n * q tokens are n sequences of q each, attended to as one batch. Every further row is one sequence by itself,
-            (first token, tokens, position of the first), or zeros. Row r of the block table is the r-th sequence's.
+        block_table: int64 [R, W]; row r is the r-th sequence's.
+        layout: int64 [2 or more, 3] on the host: how the T tokens are cut into sequences, one after the other. A row (n, q, w)
+            is the next n of them, of q tokens each and w blocks at most, attended to as one batch. Zeros for nothing.
     """
 
     kv: list[tuple[Tensor, Tensor]]
@@ -127,14 +126,12 @@ def paged_attention(
     k_cache.flatten(0, 1)[slot_mapping] = key
     v_cache.flatten(0, 1)[slot_mapping] = value
     out = query.new_zeros(*query.shape[:2], value.shape[2])
-    (num, length, _), *others = layout.tolist()
-    end = num * length
-    groups = [(0, end, num, block_table[:num])] if num else []
-    for row, (first, count, start) in enumerate(others, num):
-        if count:
-            used = -(-(start + count) // k_cache.shape[1])
-            groups.append((first, first + count, 1, block_table[row : row + 1, :used]))
-    for first, last, rows, table in groups:
+    row = first = 0
+    for rows, count, used in layout.tolist():
+        if not rows:
+            continue
+        last = first + rows * count
+        table = block_table[row : row + rows, :used]
         out[first:last] = _attend(
             query[first:last].unflatten(0, (rows, -1)),
             k_cache[table].flatten(1, 2),
@@ -146,6 +143,7 @@ def paged_attention(
             softcap,
             sinks,
         ).flatten(0, 1)
+        row, first = row + rows, last
     return out
 
 

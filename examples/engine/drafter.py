@@ -28,7 +28,7 @@ class Drafter:
     def _advance(self, sequences: list[Sequence]) -> None:
         """One forward: the next draft of sequences that lack a token, a chunk of those that lack more."""
         budget, chunks, tokens = self.max_batch_tokens, [], []
-        for seq in sorted(sequences, key=lambda s: s.num_tokens + len(s.drafts) - s.num_drafted > 1):
+        for seq in sorted(sequences, key=lambda s: s.num_tokens + len(s.drafts) - s.num_drafted):
             known = seq.token_ids + seq.drafts
             length = min(len(known) - seq.num_drafted, budget)
             if not length:

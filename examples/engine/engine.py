@@ -221,7 +221,7 @@ class Engine:
             known = chunk.seq.token_ids + [-1 - pending.get(chunk.seq, 0)] * chunk.seq.num_pending
             known += chunk.seq.drafts if chunk.num_outputs > 1 else []
             tokens.append(np.array(known[chunk.start : chunk.start + chunk.length]))
-        order = sorted(range(len(chunks)), key=lambda i: chunks[i].length != self.runner.query_len)
+        order = sorted(range(len(chunks)), key=lambda i: (chunks[i].length != self.runner.query_len, chunks[i].length))
         batch = self.runner.batch([chunks[i] for i in order], [tokens[i] for i in order])
         logits = self.runner.run(batch)[: len(batch.outputs)]
         sampled, log_probs = self._sample(logits, batch)

@@ -26,6 +26,8 @@ Ints = npt.NDArray[np.int64]
 _PAD = 8
 _SHAPES: Any = _config
 _CHECKED_TOKENS = 24
+_MAX_SCORES = 1 << 22  # queries times keys of prompts that are attended to as one batch: bounds its memory
+_FEW_QUERIES = 128  # the scores of so many take about the memory of the keys and values
 
 
 @dataclasses.dataclass(eq=False)
@@ -177,8 +179,7 @@ class ModelRunner:
         lengths = np.array([chunk.length for chunk in chunks])
         firsts = np.cumsum(lengths) - lengths
         total = int(lengths.sum())
-        starts = np.array([chunk.start for chunk in chunks])
-        positions = np.arange(total) + np.repeat(starts - firsts, lengths)
+        positions = np.arange(total) + np.repeat([chunk.start for chunk in chunks] - firsts, lengths)
         rows = self._padded_rows(len(chunks)) if num == len(chunks) else len(chunks) + 2
         padded = rows * self.query_len if num == len(chunks) else -(-total // _PAD) * _PAD
         table = np.zeros((rows, max(2, max(len(chunk.seq.block_table) for chunk in chunks))), np.int64)
@@ -186,9 +187,6 @@ class ModelRunner:
             table[row, : len(chunk.seq.block_table)] = chunk.seq.block_table
         owner = np.repeat(np.arange(len(chunks)), lengths)
         slots = table[owner, positions // size] * size + positions % size
-        others = np.stack([firsts, lengths, starts], 1)[num:]
-        uniform = rows if num == len(chunks) else num
-        layout = np.concatenate([[(uniform, self.query_len, 0)], others, [(0, 0, 0)]]).astype(np.int64)
         outputs = [
             np.arange(first + chunk.length - chunk.num_outputs, first + chunk.length)
             for first, chunk in zip(firsts, chunks, strict=True)
@@ -199,13 +197,29 @@ class ModelRunner:
             _pad(positions, padded, 0),
             _pad(slots, padded, -1),
             table,
-            layout,
+            self._layout(chunks, rows if num == len(chunks) else 0),
             np.concatenate(outputs),
             self.query_len if num == len(chunks) else 0,
         )
 
-    def dummy(self, num_seqs: int) -> Batch:
-        """A decode of nobody: every token is padding."""
+    def _layout(self, chunks: Sequence[Chunk], rows: int) -> Ints:
+        """`Batch.layout`: decodes are one group, `rows` of them with padding; so are a few equally long chunks in a row."""
+        groups: list[tuple[int, int, int]] = []
+        for chunk in chunks:
+            blocks = -(-(chunk.start + chunk.length) // self.block_size)
+            num, length, most = groups[-1] if groups else (0, 0, 0)
+            most = max(most, blocks)
+            scores = (num + 1) * max(chunk.length, _FEW_QUERIES) * most * self.block_size
+            if chunk.length == length and (length == self.query_len or scores <= _MAX_SCORES):
+                groups[-1] = (num + 1, length, most)
+            else:
+                groups.append((1, chunk.length, blocks))
+        if rows:
+            groups[0] = (rows, *groups[0][1:])
+        return np.array([*groups, (0, 0, 0)])
+
+    def dummy(self, num_seqs: int, num_blocks: int = 2) -> Batch:
+        """A decode of nobody, of so many blocks each: every token is padding."""
         tokens = num_seqs * self.query_len
         zeros = np.zeros(tokens, np.int64)
         return Batch(
@@ -213,8 +227,8 @@ class ModelRunner:
             zeros,
             zeros,
             zeros - 1,
-            np.zeros((num_seqs, 2), np.int64),
-            np.array([(num_seqs, self.query_len, 0), (0, 0, 0)]),
+            np.zeros((num_seqs, num_blocks), np.int64),
+            np.array([(num_seqs, self.query_len, num_blocks), (0, 0, 0)]),
             np.arange(tokens),
             self.query_len,
         )
@@ -257,9 +271,8 @@ class ModelRunner:
 
     def capture(self, num_seqs: int, max_blocks: int) -> None:
         """Capture the decode of so many sequences, of `max_blocks` blocks at most, as a CUDA graph."""
-        batch = self.dummy(num_seqs)
-        wide = np.zeros((num_seqs, max_blocks), np.int64)
-        static = self._on_device(dataclasses.replace(batch, block_table=wide))
+        batch = self.dummy(num_seqs, max_blocks)
+        static = self._on_device(batch)
         self.run_captured(batch, static, None)
         graph = torch.cuda.CUDAGraph()
         logits = self.run_captured(batch, static, graph)

@@ -67,7 +67,7 @@ class Decode:
         last = given.context - 1
         self.slots = block_table[:, last // BLOCK] * BLOCK + last % BLOCK
         self.batch = dataclasses.replace(
-            self.engine.runner.dummy(batch), token_ids=tokens, positions=np.full(batch, last), slot_mapping=self.slots,
+            self.engine.runner.dummy(batch, blocks), token_ids=tokens, positions=np.full(batch, last), slot_mapping=self.slots,
             block_table=block_table,
         )  # fmt: skip
         self.open: Any = None
