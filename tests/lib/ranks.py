@@ -1,14 +1,17 @@
-"""What the tests of two ranks share: their model, prompts, and how often the record operator ran."""
+"""What the tests of two ranks share: their model, prompts, and how often anything was recorded."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from unittest import mock
 
 import numpy as np
 import reference
 import torch
 from torch import nn
+
+from r3_pass.passes import ops
 
 WORLD = 2
 
@@ -20,11 +23,13 @@ def tiny() -> nn.Module:
 
 @contextlib.contextmanager
 def record_ops() -> Iterator[list[int]]:
-    """How often the record operator ran inside: one number, once the context is left."""
+    """How often ids were recorded inside, by an operator in a graph or after the last layer: one number, once it is left."""
     count: list[int] = []
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+    with profile, mock.patch.object(ops, "write", wraps=ops.write) as write:
         yield count
-    count.append(sum(event.count for event in profile.key_averages() if event.key == "r3_pass::record"))
+    in_graphs = sum(event.count for event in profile.key_averages() if event.key == "r3_pass::record")
+    count.append(in_graphs + write.call_count)
 
 
 def prompts(count: int, length: int, seed: int = 0) -> list[list[int]]:
