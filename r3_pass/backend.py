@@ -107,12 +107,16 @@ class CompiledGraph:
         return results
 
     def _begin(self, binding: Binding, weights: tuple[Any, ...]) -> Placement:
-        binding.begin()
-        binding.refuse(self.refused)
-        placement = binding.place(self.witnesses, weights, self.placed)
-        if not any(reference() is binding for reference in self._served):
-            self._served = (*self._served, weakref.ref(binding))
-            binding.learn(self.graphs)
+        if not binding.begun:
+            binding.begin()
+        if self.refused:
+            binding.refuse(self.refused)
+        placement = binding.placed(self.witnesses, weights)
+        if placement is None:
+            placement = binding.place(self.witnesses, weights, self.placed)
+            if not any(reference() is binding for reference in self._served):
+                self._served = (*self._served, weakref.ref(binding))
+                binding.learn(self.graphs)
         if placement.stored and self.device != binding.device:
             raise RefusedConfiguration(
                 f"the graph's ids are on {self.device}, the session's slot buffer is on {binding.device}: a model that is spread "

@@ -200,16 +200,25 @@ class Binding:
         self._deferred.clear()  # a layer that did not run is an error, and so these are nobody's
         return tokens
 
-    def place(self, graph: Sites, weights: tuple[Any, ...], placed: dict[tuple[int, Place], None]) -> Placement:
-        """The columns that a graph's sites write, for the weights of this call."""
-        key = (id(graph), id(weights[0]))
-        placement = self._placements.get(key)
+    def placed(self, graph: Sites, weights: tuple[Any, ...]) -> Placement | None:
+        """Where a graph's sites were placed for the weights of this call, if they were."""
+        placement = self._placements.get((id(graph), id(weights[0])))
         if placement is None or not placement.stands(graph, weights):
-            with self.lock:
-                if placement is not None and self.captured:
-                    self._read_by_graphs.append(placement.columns)
-                placement = self._place(graph, weights, placed)
-                self._placements[key] = placement
+            return None
+        if placement.problems:
+            self.problems.update(placement.problems)
+        return placement
+
+    def place(self, graph: Sites, weights: tuple[Any, ...], placed: dict[tuple[int, Place], None]) -> Placement:
+        """The columns that a graph's sites write, for the weights of this call; added to `placed`."""
+        known = self.placed(graph, weights)
+        if known is not None:
+            return known
+        with self.lock:
+            key = (id(graph), id(weights[0]))
+            if self.captured and (older := self._placements.get(key)) is not None:
+                self._read_by_graphs.append(older.columns)
+            placement = self._placements[key] = self._place(graph, weights, placed)
         self.problems.update(placement.problems)
         return placement
 

@@ -34,8 +34,12 @@ class Layer(nn.Module):
         self.gate = nn.Linear(HIDDEN, experts, bias=False)
         self.bank = nn.Parameter(torch.zeros(experts, 1, 1))
 
-    def forward(self, x: Tensor, view: Tensor | None = None, slots: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """x [T, hidden] and ids [T, K]; with a layer's part [S + 1, K] of a buffer, ids are put into it."""
+    def forward(self, x: Tensor, view: Tensor | None = None, slots: Tensor | None = None) -> Tensor:
+        """x [T, hidden]; with a layer's part [S + 1, K] of a buffer, ids are put into it."""
+        return self.routed(x, view, slots)[0]
+
+    def routed(self, x: Tensor, view: Tensor | None = None, slots: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The same, and ids [T, K]."""
         weights, ids = torch.topk(torch.softmax(self.gate(x).float(), -1), self.top_k, dim=-1)
         weights = weights / weights.sum(-1, keepdim=True)
         if view is not None:
@@ -56,7 +60,7 @@ class Routers(nn.Module):
     ) -> Tensor | tuple[Tensor, list[Tensor]]:
         kept: list[Tensor] = []
         for number, layer in enumerate(self.layers):
-            x, ids = layer(x)
+            x, ids = layer.routed(x)
             if buffer is not None:
                 torch.ops.r3_bench.put(buffer, number, slots, ids.to(buffer.dtype))
             if keep:
@@ -66,5 +70,5 @@ class Routers(nn.Module):
     def one_by_one(self, x: Tensor, views: Sequence[Tensor] | None = None, slots: Tensor | None = None) -> Tensor:
         """The same through layers that are compiled by themselves."""
         for number, layer in enumerate(self.layers):
-            x, _ = layer(x) if views is None else layer(x, views[number], slots)
+            x = layer(x) if views is None else layer(x, views[number], slots)
         return x
