@@ -10,6 +10,7 @@ Legend: T tokens, N sites, M stored layers, K top-k, S slots.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -41,7 +42,8 @@ _WRONG_TOKENS = tl.constexpr(ERROR_TOKENS)
 _WRONG_SLOT = tl.constexpr(ERROR_SLOT)
 
 
-@triton.jit
+# Nothing is specialised: there is one compiled kernel for given constants, which `record` may then launch itself.
+@triton.jit(do_not_specialize=list(range(11)))
 def record_kernel(  # type: ignore[no-untyped-def]
     table, buffer, state, slots, columns, tokens, room, num_slots, stored, top_k, offset,
     WIDE: tl.constexpr, BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
@@ -110,6 +112,8 @@ class PointerTables:
         self._staged = torch.empty(_KEPT_TABLES, sites * 3, dtype=torch.int64, pin_memory=self._pinned)
         self._older: list[tuple[Tensor, Tensor]] = []
         self._used = 0
+        self.compiled: dict[tuple[int, bool, int, int], Any] = {}
+        """Kernels by current device, WIDE, BLOCK, K_BLOCK: Triton's own look-up takes the host as long as all the rest of it."""
         self.beside = torch.cuda.Stream(device) if self._pinned else None
         """Fills tables of graphs that are being captured; whoever replays one waits for it once (`Binding.settle`)."""
 
@@ -180,11 +184,20 @@ def record(buffer: Tensor, state: Tensor, slots: Tensor, columns: Tensor, ids: S
             converted.append(chosen)
             row = chosen.stride(0)
         numbers += (chosen.data_ptr(), row, chosen.shape[1])
-    table = prepare(columns).table(numbers)
+    tables = prepare(columns)
+    table = tables.table(numbers)
     top_k = buffer.shape[2]
     k_block = triton.next_power_of_2(top_k)
     block = max(1, min(triton.next_power_of_2(tokens), 1024 // k_block))
-    record_kernel[(triton.cdiv(tokens, block), len(ids))](
+    constants = wide, block, k_block
+    grid = triton.cdiv(tokens, block), len(ids), 1
+    arguments = (
         table, buffer, state, slots, columns, tokens, slots.shape[0] - HEADER, buffer.shape[0] - 1, buffer.shape[1],
-        top_k, rows_offset(buffer.shape[1]), WIDE=wide, BLOCK=block, K_BLOCK=k_block,
+        top_k, rows_offset(buffer.shape[1]), *constants,
     )  # fmt: skip
+    kernel = (torch.cuda.current_device() if buffer.device.type == "cuda" else -1, *constants)
+    compiled = tables.compiled.get(kernel)
+    if compiled is None:
+        tables.compiled[kernel] = record_kernel[grid](*arguments)  # None where it is interpreted
+    else:
+        compiled[grid](*arguments)

@@ -299,8 +299,11 @@ class Binding:
         """
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             self.captured = self.capturing = True
-        for column in placement.stored:
-            self.calls[column] += 1
+        if len(placement.stored) == len(self.calls):  # a graph of all layers, each of which had not run (`before`)
+            self.calls = [1] * len(self.calls)
+        else:
+            for column in placement.stored:
+                self.calls[column] += 1
         self.left -= len(placement.stored)
         if tokens != self.tokens:
             raise BufferLayoutError(
@@ -354,6 +357,8 @@ class Binding:
 
     def before(self, placement: Placement) -> None:
         """Raises RefusedConfiguration if one of the layers was written in this step already."""
+        if self.left == len(self.calls):
+            return
         for column in placement.stored:
             if self.calls[column]:
                 layer = self.layers[column]
