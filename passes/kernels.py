@@ -195,7 +195,7 @@ def record(buffer: Tensor, state: Tensor, slots: Tensor, columns: Tensor, ids: S
         table, buffer, state, slots, columns, tokens, slots.shape[0] - HEADER, buffer.shape[0] - 1, buffer.shape[1],
         top_k, rows_offset(buffer.shape[1]), *constants,
     )  # fmt: skip
-    kernel = (torch.cuda.current_device() if buffer.device.type == "cuda" else -1, *constants)
+    kernel = (torch.cuda.current_device() if columns.device.type == "cuda" else -1, *constants)
     compiled = tables.compiled.get(kernel)
     if compiled is None:
         tables.compiled[kernel] = record_kernel[grid](*arguments)  # None where it is interpreted

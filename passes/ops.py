@@ -100,9 +100,7 @@ def _record_cuda(buffer: Tensor, state: Tensor, slots: Tensor, columns: Tensor, 
 
 def write(buffer: Tensor, state: Tensor, slots: Tensor, columns: Tensor, ids: Sequence[Tensor]) -> None:
     """`record` where no graph is traced: straight to what computes it, for the dispatcher takes its time over a list of tensors."""
-    (_record_cuda if buffer.device.type == "cuda" or ids[0].device.type == "cuda" else record_reference)(
-        buffer, state, slots, columns, ids
-    )
+    (_record_cuda if columns.device.type == "cuda" else record_reference)(buffer, state, slots, columns, ids)
 
 
 def _record_meta(buffer: Tensor, state: Tensor, slots: Tensor, columns: Tensor, ids: Sequence[Tensor]) -> None:
