@@ -61,17 +61,19 @@ class SlotMapping:
                 f"the slot mapping is {error}; expected a vector of integers, one a token."
             ) from error
         self._check_length(len(host), segment_tokens)
-        if not host.size:
+        if not len(host):
             return host
-        ordered = np.sort(host)
-        if ordered[0] < -1 or ordered[-1] >= num_slots:
-            wrong = int(ordered[0] if ordered[0] < -1 else ordered[-1])
+        ordered = host.copy()
+        ordered.sort()
+        least, most = ordered.item(0), ordered.item(-1)
+        if least < -1 or most >= num_slots:
+            wrong = least if least < -1 else most
             raise BufferLayoutError(
                 f"slot {wrong} of token {int(np.flatnonzero(host == wrong)[0])} is out of range; expected 0 to "
                 f"{num_slots - 1}, or -1 for "
                 "padding. A session has the slots that it was attached or woken with (num_slots)."
             )
-        padding = int(np.searchsorted(ordered, 0)) if ordered[0] < 0 else 0
+        padding = int(np.searchsorted(ordered, 0)) if least < 0 else 0
         behind = len(host) - segment_tokens
         if segment_tokens and (padding != behind or (behind and (host[segment_tokens:] >= 0).any())):
             raise BufferLayoutError(
@@ -80,7 +82,7 @@ class SlotMapping:
             )
         given_out = ordered[padding:]
         twice = given_out[1:] == given_out[:-1]
-        if twice.any():
+        if np.count_nonzero(twice):
             raise BufferLayoutError(
                 f"slot {given_out[int(twice.argmax())]} stands twice in one step's mapping: two tokens cannot share a KV slot. "
                 "Use -1 for padding."

@@ -155,6 +155,9 @@ class RowLog:
         assert num_rows >= 0
         first = self._next
         stop = first + num_rows
+        if self._chunks and first < stop <= self._chunks[-1].start + self._chunk_rows:
+            self._give_out(self._chunks[-1], num_rows)
+            return first
         starts = range(-(-first // self._chunk_rows) * self._chunk_rows, stop, self._chunk_rows)
         fresh = [_Chunk(start, self._chunk_rows, self.row_shape) for start in starts]
         begun = self._chunks[-1:] if first % self._chunk_rows else []
@@ -162,14 +165,16 @@ class RowLog:
         self._starts += starts
         self._open += len(fresh)
         for chunk in (*begun, *fresh):
-            offset = self._next - chunk.start
-            count = min(self._chunk_rows - offset, stop - self._next)
-            chunk.alive[offset : offset + count] = True
-            chunk.live += count
-            chunk.unfilled += count
-            self._live += count
-            self._next += count
+            self._give_out(chunk, min(chunk.start + self._chunk_rows, stop) - self._next)
         return first
+
+    def _give_out(self, chunk: _Chunk, count: int) -> None:
+        offset = self._next - chunk.start
+        chunk.alive[offset : offset + count] = True
+        chunk.live += count
+        chunk.unfilled += count
+        self._live += count
+        self._next += count
 
     def fill(self, first: int, block: Rows) -> None:
         """Store `block` int16[n, M, K] under the numbers from `first` on, once. Rows freed meanwhile stay freed."""
@@ -181,9 +186,10 @@ class RowLog:
             offset = first + done - chunk.start
             assert chunk.filled is not None and 0 <= offset < self._chunk_rows, "rows filled twice"
             count = min(self._chunk_rows - offset, len(block) - done)
-            assert not chunk.filled[offset : offset + count].any(), "rows filled twice"
+            filled = chunk.filled[offset : offset + count]
+            assert not np.count_nonzero(filled), "rows filled twice"
             chunk.rows[offset : offset + count] = block[done : done + count]
-            chunk.filled[offset : offset + count] = True
+            filled.fill(True)
             chunk.unfilled -= count
             if chunk.unfilled == 0 and self._next >= chunk.start + self._chunk_rows:
                 self._settle(chunk)

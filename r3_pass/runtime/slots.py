@@ -44,7 +44,7 @@ def on_host(slots: Slots) -> npt.NDArray[np.int64]:
             raise ValueError(f"{type(slots).__name__} that numpy makes no array of ({error})") from error
         if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
             raise ValueError(f"{given.dtype}{list(given.shape)}")
-    if given.dtype == np.uint64 and given.size and int(given.max()) > np.iinfo(np.int64).max:
+    if given.dtype.kind == "u" and given.size and int(given.max()) > np.iinfo(np.int64).max:
         raise ValueError(f"uint64 with a slot {given.max()}, which no int64 holds")
     return given.astype(np.int64)
 
