@@ -60,8 +60,10 @@ class SlotMapping:
             raise BufferLayoutError(
                 f"the slot mapping is {error}; expected a vector of integers, one a token."
             ) from error
-        self._check_length(len(host), segment_tokens)
-        if not len(host):
+        length = len(host)
+        if not segment_tokens <= length <= self.max_tokens:
+            self._check_length(length, segment_tokens)
+        if not length:
             return host
         ordered = host.copy()
         ordered.sort()
@@ -74,7 +76,7 @@ class SlotMapping:
                 "padding. A session has the slots that it was attached or woken with (num_slots)."
             )
         padding = int(np.searchsorted(ordered, 0)) if least < 0 else 0
-        behind = len(host) - segment_tokens
+        behind = length - segment_tokens
         if segment_tokens and (padding != behind or (behind and (host[segment_tokens:] >= 0).any())):
             raise BufferLayoutError(
                 f"the segments cover the first {segment_tokens} tokens of the mapping, so these need a slot and the "

@@ -14,7 +14,7 @@ Legend: T tokens in the step, L decoder layers, M stored (MoE) layers, K top-k, 
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +31,7 @@ _NONE = -1
 # Per-request state has a first entry that is nobody's and stays empty: a request never seen has its end, 0.
 _NOBODY = 0
 
-_MOST = np.iinfo(np.int64).max
+_INT64 = np.dtype(np.int64)
 
 # Tokens of a run that are noted at most.
 _RUN_TOKENS = 8192
@@ -64,17 +64,12 @@ class SegmentBatch:
     def __init__(self, request_ids: Sequence[Hashable], starts: npt.ArrayLike, lengths: npt.ArrayLike) -> None:
         self.request_ids = tuple(request_ids)
         count = len(self.request_ids)
-        columns = np.empty((3, count), dtype=np.int64)
-        columns[0] = _integers("starts", starts, count)
-        columns[1] = _integers("lengths", lengths, count)
-        least_start, least_length = np.minimum.reduce(columns[:2], axis=1, initial=_MOST).tolist()
-        if least_start < 0 or least_length < 1:
-            name, column, least = ("starts", columns[0], 0) if least_start < 0 else ("lengths", columns[1], 1)
-            raise ValueError(f"Segments: {name}[{column.argmin()}] is {column.min()}, expected at least {least}.")
-        np.add(columns[0], columns[1], out=columns[2])
-        columns.flags.writeable = False  # `SequenceTable` remembers what it found of a batch
-        self.starts, self.lengths, self.stops = columns
-        self.num_tokens = int(np.add.reduce(self.lengths))
+        self.starts = _column("starts", starts, count, minimum=0)
+        self.lengths = _column("lengths", lengths, count, minimum=1)
+        self.stops = self.starts + self.lengths
+        self.stops.setflags(write=False)
+        decodes = count > 0 and self.lengths.item(self.lengths.argmax()) == 1
+        self.num_tokens = count if decodes else int(np.add.reduce(self.lengths))
 
     @classmethod
     def of(cls, segments: "SegmentBatch | Iterable[Segment]") -> "SegmentBatch":
@@ -85,13 +80,21 @@ class SegmentBatch:
         return cls(*columns) if columns else cls((), (), ())
 
 
-def _integers(name: str, values: npt.ArrayLike, count: int) -> npt.NDArray[Any]:
-    given = np.asarray(values)
-    if given.shape != (count,):
-        raise ValueError(f"Segments: {name} has shape {given.shape}, expected ({count},), one entry a request.")
-    if count and given.dtype.kind not in "iu":
-        raise ValueError(f"Segments: {name} has dtype {given.dtype}, expected integers.")
-    return given
+def _column(name: str, values: npt.ArrayLike, count: int, minimum: int) -> Numbers:
+    """A copy, read-only: `SequenceTable` remembers what it found of a batch."""
+    column = np.array(values)
+    if column.shape != (count,):
+        raise ValueError(f"Segments: {name} has shape {column.shape}, expected ({count},), one entry a request.")
+    if column.dtype is not _INT64:
+        if count and column.dtype.kind not in "iu":
+            raise ValueError(f"Segments: {name} has dtype {column.dtype}, expected integers.")
+        column = column.astype(np.int64)
+    if count:
+        least = column.argmin()  # takes a fifth of what min() does, of so few
+        if column.item(least) < minimum:
+            raise ValueError(f"Segments: {name}[{least}] is {column[least]}, expected at least {minimum}.")
+    column.setflags(write=False)
+    return column
 
 
 class _Run:

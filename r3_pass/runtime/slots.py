@@ -6,6 +6,7 @@ a new owner (`void`), and stops being so when a forward or `write` fills it; not
 Legend: T tokens in the step, L decoder layers, M stored (MoE) layers, K top-k, E experts, S slots.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,12 +87,12 @@ class Geometry:
             f"{self.bytes_per_slot} bytes a slot, {self.nbytes} bytes in all"
         )
 
-    @property
+    @functools.cached_property
     def row_shape(self) -> tuple[int, int]:
         """(M, K)"""
         return len(self.stored), self.top_k
 
-    @property
+    @functools.cached_property
     def bytes_per_slot(self) -> int:
         return len(self.stored) * self.top_k * 2
 
