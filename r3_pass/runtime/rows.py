@@ -187,7 +187,7 @@ class RowLog:
             assert chunk.filled is not None and 0 <= offset < self._chunk_rows, "rows filled twice"
             count = min(self._chunk_rows - offset, len(block) - done)
             filled = chunk.filled[offset : offset + count]
-            assert not np.count_nonzero(filled), "rows filled twice"
+            assert not filled[filled.argmax()], "rows filled twice"
             chunk.rows[offset : offset + count] = block[done : done + count]
             filled.fill(True)
             chunk.unfilled -= count

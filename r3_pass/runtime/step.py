@@ -132,7 +132,9 @@ class Steps:
             self._delivery.check(step.batch)
             if store.buffer is not None:
                 store.buffer.settle()
-            step.gone, step.staged = set(), None  # of a context that is entered once more
+            if step.gone:  # of a context that is entered once more
+                step.gone = set()
+            step.staged = None
             self._put(step, checked)
             binding.calls = [0] * len(binding.layers)
             binding.records = 0
@@ -153,10 +155,11 @@ class Steps:
             store.mapping.put(slots)
             store.flag_duplicates(slots)
             return
-        if (
-            store.buffer is not None and store.proved and self._most_records <= _FEW_RECORDS
-        ):  # its layout changes no more
-            step.staged = self._delivery.stage(store.mapping.entries(len(slots)), store.geometry, step.batch.num_tokens)
+        buffer = store.buffer
+        if buffer is not None and store.proved and self._most_records <= _FEW_RECORDS:  # its layout changes no more
+            step.staged = self._delivery.stage(
+                store.mapping.entries(len(slots)), buffer.geometry, step.batch.num_tokens
+            )
         if step.staged is None:
             store.mapping.put(slots)
         else:
