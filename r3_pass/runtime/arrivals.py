@@ -135,7 +135,8 @@ class Arrivals:
         rows, flags = copy.pending.wait()
         self._taken += 1
         fault = _fault(flags, copy, layers) if flags is not None else None
-        fault = fault or past_experts(rows, layers, named)
+        if fault is None and named:
+            fault = past_experts(rows, layers, named)
         if fault is not None:
             self.failure = self.failure or fault
             for piece in self._pieces:

@@ -116,7 +116,8 @@ class SlotMapping:
         self._used = length
         mapping[HEADER_TOKENS], mapping[HEADER_EXPORT], mapping[HEADER_ROWS] = length, staged.address, staged.num_rows
         mapping[HEADER : HEADER + length] = slots
-        mapping[HEADER + length :] = -1
+        if len(mapping) > HEADER + length:
+            mapping[HEADER + length :] = -1
         if self._reach != len(mapping):
             self._reach = len(mapping)
             self._part = self.static[: self._reach]

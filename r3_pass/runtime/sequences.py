@@ -110,7 +110,7 @@ class _Run:
         self.request_ids = batch.request_ids
         self.indices = indices
         self.firsts: list[int] = []
-        self.ends = batch.stops.copy()
+        self.ends = batch.stops
         self.next: SegmentBatch | None = None
 
     def goes_on(self, batch: SegmentBatch) -> bool:
@@ -124,9 +124,9 @@ class _Run:
             self.next = batch
         return True
 
-    def add(self, first: int) -> None:
+    def add(self, batch: SegmentBatch, first: int) -> None:
         self.firsts.append(first)
-        self.ends += 1
+        self.ends = batch.stops
         self.next = None
 
 
@@ -215,7 +215,7 @@ class SequenceTable:
             if len(run.firsts) * batch.num_tokens >= _RUN_TOKENS:
                 self._write_run()
             first = self.rows.reserve(batch.num_tokens)
-            run.add(first)
+            run.add(batch, first)
             self._matched = None
             return first
         indices, continues = self._match(batch)

@@ -103,7 +103,8 @@ class Steps:
 
     def enter(self, step: Step) -> None:
         with self._lock:
-            self.usable()
+            if self.detached:
+                self.usable()
             if self.open is not None:
                 raise RefusedConfiguration(
                     "a step is open already: it was entered twice, or the engine left a step in the middle without closing "
@@ -112,7 +113,8 @@ class Steps:
                 )
             store, binding = self._store, self._store.binding
             self._delivery.collect(store.buffer, wait=False)
-            self._delivery.arrivals.raise_failure()
+            if self._delivery.arrivals.failure is not None:
+                self._delivery.arrivals.raise_failure()
             if store.mapping is None or store.num_slots is None:
                 raise RefusedConfiguration(
                     "the session has no KV slots: the engine's cache was released or is not made yet (wake(num_slots) tells), or "
