@@ -87,6 +87,77 @@ def test_a_gap_raises_and_changes_nothing() -> None:
     assert np.array_equal(recorder.table.finish("a", 6), prompt)
 
 
+def test_a_batch_that_was_checked_before_others_decoded() -> None:
+    """What was found of it then is out of date: its segment starts before the request's end now."""
+    recorder = Recorder()
+    first_a, first_b = recorder.step(("a", 0, 1), ("b", 0, 1))
+    later = SegmentBatch(("a",), [1], [1])
+    recorder.table.check(later)
+    _, second_b = recorder.step(("a", 1, 1), ("b", 1, 1))
+    recorder.table.rows.fill(recorder.table.extend(later), block_of(1, 1000))
+    recorder.table.check_integrity()
+    assert np.array_equal(recorder.table.finish("a", 3), np.concatenate((first_a, block_of(1, 1000))))
+    assert np.array_equal(recorder.table.finish("b", 3), np.concatenate((first_b, second_b)))
+
+
+@pytest.mark.parametrize(
+    "change", ["none", "end", "numbers", "read", "preempt", "truncate", "drop", "another", "again"]
+)
+def test_a_long_run_of_decodes(change: str) -> None:
+    """Of the same requests, over several pages each, with something else in the middle; copies are two steps late."""
+    table = SequenceTable(RowLog(ROW_SHAPE, chunk_bytes=1000 * 4))
+    names = list(range(40))
+    prompts = np.arange(1, 41)
+    given = np.split(block_of(820, 0), np.cumsum(prompts)[:-1])
+    table.rows.fill(table.extend(SegmentBatch(names, np.zeros(40, np.int64), prompts)), block_of(820, 0))
+    rows = {name: [block] for name, block in zip(names, given, strict=True)}
+    next_id, waiting = 820, []
+
+    def step(batch: SegmentBatch) -> None:
+        nonlocal next_id
+        table.check(batch)
+        block = block_of(batch.num_tokens, next_id)
+        next_id += len(block)
+        waiting.append((table.extend(batch), block))
+        for name, row in zip(batch.request_ids, block, strict=True):
+            assert isinstance(name, int)
+            rows[name].append(row[None])
+        if len(waiting) > 2:
+            table.rows.fill(*waiting.pop(0))
+
+    for number in range(700):
+        step(SegmentBatch(names, [sum(map(len, rows[name])) for name in names], np.ones(len(names), np.int64)))
+        if number == 350:
+            end = sum(map(len, rows[7]))
+            if change == "end":
+                assert table.end(7) == end
+            elif change == "numbers":
+                assert len(table.numbers(7)) == end
+            elif change == "read":
+                assert np.array_equal(table.read([(7, end - 20, end - 5)]), np.concatenate(rows[7])[end - 20 : end - 5])
+            elif change == "preempt":
+                table.preempt(7, end)
+            elif change == "truncate":
+                table.truncate(7, end - 3)
+                rows[7] = [np.concatenate(rows[7])[: end - 3]]
+            elif change == "drop":
+                table.drop(7)
+                names.remove(7)
+            elif change == "another":
+                rows[99] = []
+                step(SegmentBatch([99], [0], [1]))
+            elif change == "again":
+                rows[7] = [np.concatenate(rows[7])[:-1]]
+                step(SegmentBatch([7], [end - 1], [1]))
+    for late in waiting:
+        table.rows.fill(*late)
+    table.check_integrity()
+    for name in (*names, *((99,) if change == "another" else ())):
+        expected = np.concatenate(rows[name])
+        assert np.array_equal(table.finish(name, len(expected) + 1), expected)
+    table.check_integrity()
+
+
 def test_a_request_has_one_segment_in_a_step() -> None:
     recorder = Recorder()
     recorder.step(("a", 0, 5), ("b", 0, 5))
