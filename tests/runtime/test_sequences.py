@@ -158,6 +158,82 @@ def test_a_long_run_of_decodes(change: str) -> None:
     table.check_integrity()
 
 
+class Decoding:
+    """Requests "a" and "b" in the middle of a run of decodes: 3 rows each, row n of the log is block_of(1, n)."""
+
+    def __init__(self) -> None:
+        self.table = SequenceTable(RowLog(ROW_SHAPE))
+        for start in range(3):
+            self.extend(("a", start, 1), ("b", start, 1))
+
+    def extend(self, *segments: tuple[str, int, int]) -> SegmentBatch:
+        batch = SegmentBatch.of([Segment(*segment) for segment in segments])
+        self.put(batch)
+        return batch
+
+    def put(self, batch: SegmentBatch) -> None:
+        first = self.table.extend(batch)
+        self.table.rows.fill(first, block_of(batch.num_tokens, first))
+
+    def check(self, **numbers: list[int]) -> None:
+        """These are the requests' rows."""
+        self.table.check_integrity()
+        for name, expected in numbers.items():
+            rows = np.concatenate([block_of(1, number) for number in expected])
+            assert np.array_equal(self.table.finish(name, len(expected) + 1), rows)
+        assert self.table.rows.live_rows == 0
+
+
+class TestWhatEndsARun:
+    """Each of these looks like the next decode to a table that does not look closely."""
+
+    def test_nothing(self) -> None:
+        Decoding().check(a=[0, 2, 4], b=[1, 3, 5])
+
+    def test_more_tokens_each(self) -> None:
+        decoding = Decoding()
+        decoding.extend(("a", 3, 2), ("b", 3, 2))
+        decoding.check(a=[0, 2, 4, 6, 7], b=[1, 3, 5, 8, 9])
+
+    def test_other_requests(self) -> None:
+        decoding = Decoding()
+        decoding.extend(("b", 3, 1), ("a", 3, 1))
+        decoding.check(a=[0, 2, 4, 7], b=[1, 3, 5, 6])
+
+    def test_a_step_that_was_made(self) -> None:
+        decoding = Decoding()
+        decoding.put(decoding.extend(("a", 3, 1), ("b", 3, 1)))
+        decoding.check(a=[0, 2, 4, 8], b=[1, 3, 5, 9])
+
+    def test_another_step_than_was_checked(self) -> None:
+        decoding = Decoding()
+        decoding.table.check(SegmentBatch(("a", "b"), [3, 3], [1, 1]))
+        decoding.extend(("a", 1, 1), ("b", 3, 1))
+        decoding.check(a=[0, 6], b=[1, 3, 5, 7])
+
+    @pytest.mark.parametrize(("start", "expected"), [(1, [0, 6, 7, 8]), (3, [0, 2, 4, 8])])
+    def test_a_step_of_one_of_them(self, start: int, expected: list[int]) -> None:
+        decoding = Decoding()
+        decoding.extend(("a", start, 2))
+        decoding.extend(("a", 3, 1), ("b", 3, 1))
+        decoding.check(a=expected, b=[1, 3, 5, 9])
+
+    @pytest.mark.parametrize("how", ["truncate", "drop"])
+    def test_rows_that_are_gone(self, how: str) -> None:
+        """The next decode would leave a gap."""
+        decoding = Decoding()
+        batch = SegmentBatch(("a", "b"), [3, 3], [1, 1])
+        decoding.table.check(batch)
+        if how == "truncate":
+            decoding.table.truncate("a", 2)
+        else:
+            decoding.table.drop("a")
+        for call in (decoding.table.check, decoding.table.extend):
+            with pytest.raises(MissingRoutes, match="'a': position"):
+                call(batch)
+        decoding.check(**({"a": [0, 2]} if how == "truncate" else {}), b=[1, 3, 5])
+
+
 def test_a_request_has_one_segment_in_a_step() -> None:
     recorder = Recorder()
     recorder.step(("a", 0, 5), ("b", 0, 5))
