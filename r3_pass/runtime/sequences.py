@@ -401,9 +401,21 @@ class SequenceTable:
     def _make_room(self, indices: Numbers, stops: Numbers) -> None:
         """Pages for the positions below `stops` of these requests."""
         short = stops > self._capacity[indices]
-        if np.count_nonzero(short):
-            for i in np.flatnonzero(short).tolist():
-                self._add_pages(int(indices[i]), int(stops[i]))
+        if not np.count_nonzero(short):
+            return
+        indices, need = indices[short], -(-stops[short] // _PAGE)
+        have = self._capacity[indices] >> _PAGE_BITS
+        while int(need.max()) > self._table.shape[1]:
+            self._table = np.concatenate((self._table, np.zeros_like(self._table)), axis=1)
+        count = int((need - have).sum())
+        while count > len(self._free_pages):
+            size = max(len(self._pointers), _PAGE)
+            pointers = np.concatenate((self._pointers, np.full(size, _NONE)))
+            self._free_pages += range(len(pointers) // _PAGE - 1, len(self._pointers) // _PAGE - 1, -1)
+            self._pointers = pointers
+        self._table[_spread(indices, have, need - have)] = np.multiply(self._free_pages[-count:], _PAGE)
+        del self._free_pages[-count:]
+        self._capacity[indices] = need * _PAGE
 
     def _where(self, owners: Numbers, positions: Numbers) -> Numbers:
         """Where the pointers of these positions of these requests stand."""
@@ -436,20 +448,6 @@ class SequenceTable:
                 )
             self._index[request_id] = self._free_indices.pop()
         self._resolved_ids = None
-
-    def _add_pages(self, index: int, stop: int) -> None:
-        """Give the request at `index` pages for its positions below `stop`."""
-        have = int(self._capacity[index]) >> _PAGE_BITS
-        need = -(-stop // _PAGE)
-        while need > self._table.shape[1]:
-            self._table = np.concatenate((self._table, np.zeros_like(self._table)), axis=1)
-        while need - have > len(self._free_pages):
-            size = max(len(self._pointers), _PAGE)
-            self._free_pages += range((len(self._pointers) + size) // _PAGE - 1, len(self._pointers) // _PAGE - 1, -1)
-            self._pointers = np.concatenate((self._pointers, np.full(size, _NONE)))
-        pages = [self._free_pages.pop() for _ in range(need - have)]
-        self._table[index, have:need] = np.multiply(pages, _PAGE)
-        self._capacity[index] = need * _PAGE
 
     def _shrink(self) -> None:
         """Lay the bookkeeping out anew once a third of it would do: what a crowd of requests took does not stay taken."""
