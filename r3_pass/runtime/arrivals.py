@@ -25,7 +25,7 @@ _FAULTS = {
 }
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class Arrival:
     """One copy: the rows of a step, of a piece of a prefix, or no rows and what the device says of a step.
 
@@ -99,7 +99,7 @@ class Arrivals:
         """
         for copy in self._ready(self._steps, wait, numbers):
             self._take_step(copy, log, buffer, layers, named)
-        for copy in self._ready(self._pieces, wait, numbers):
+        for copy in self._ready(self._pieces, wait, numbers) if self._pieces else ():
             while self._taken < copy.after:  # a fault of a step before it must be known first
                 self._take_step(self._steps[0], log, buffer, layers, named)
                 self._steps.popleft()
@@ -135,7 +135,8 @@ class Arrivals:
         rows, flags = copy.pending.wait()
         self._taken += 1
         fault = _fault(flags, copy, layers) if flags is not None else None
-        fault = fault or past_experts(rows, layers, named)
+        if fault is None and named:
+            fault = past_experts(rows, layers, named)
         if fault is not None:
             self.failure = self.failure or fault
             for piece in self._pieces:
@@ -172,18 +173,19 @@ def past_experts(rows: npt.NDArray[np.int16], layers: tuple[int, ...], named: Ma
 
 def _fault(flags: npt.NDArray[np.int32], copy: Arrival, layers: tuple[int, ...]) -> R3Error | None:
     """What the device says of a step."""
-    calls = flags[STATE_CALLS:]
-    if not flags[STATE_ERRORS] and (calls == copy.writes).all():
+    said: list[int] = flags.tolist()
+    calls = said[STATE_CALLS:]
+    if not said[STATE_ERRORS] and calls.count(copy.writes) == len(calls):
         return None
-    found = [text for bit, text in _FAULTS.items() if int(flags[STATE_ERRORS]) & bit]
+    found = [text for bit, text in _FAULTS.items() if said[STATE_ERRORS] & bit]
     if found:
         return BufferLayoutError(
             f"step {copy.step}: {' and '.join(found)}, found on the device. The rows of that step were not recorded. Give one "
             "slot for each token that is forwarded, each at most once, -1 for padding."
         )
-    wrong = np.flatnonzero(calls != copy.writes)
+    wrong = [m for m, count in enumerate(calls) if count != copy.writes]
     return PartialCapture(
-        f"step {copy.step}: layers {[layers[m] for m in wrong]} were written {calls[wrong].tolist()} times, expected "
+        f"step {copy.step}: layers {[layers[m] for m in wrong]} were written {[calls[m] for m in wrong]} times, expected "
         f"{copy.writes}. A replayed CUDA graph lacks the record op, or holds more than one forward. Capture it inside "
         "`session.step(all -1)`."
     )

@@ -44,6 +44,8 @@ _DIRECT_BYTES = 2**20
 class Pending:
     """One snapshot on its way to the host: `num_rows` rows, and flags if there were any."""
 
+    __slots__ = ("_block", "_flags", "_over", "_pool", "_rows", "num_rows")
+
     def __init__(
         self,
         rows: npt.NDArray[np.int16],
@@ -162,9 +164,10 @@ class Exporter:
 
         Raises: OSError or MemoryError if there is no memory.
         """
-        if self._token_stream is None or num_rows * geometry.bytes_per_slot > _DIRECT_BYTES:
+        row_bytes = num_rows * geometry.bytes_per_slot
+        if self._token_stream is None or row_bytes > _DIRECT_BYTES:
             return None
-        nbytes = (entries + 2) * 8 + rows_offset(geometry.row_shape[0]) + num_rows * geometry.bytes_per_slot
+        nbytes = (entries + 2) * 8 + rows_offset(len(geometry.stored)) + row_bytes
         block = self._pool.get(nbytes)
         if not block.locked:
             self._pool.put(block)
@@ -301,9 +304,11 @@ class _Pool:
 
     def get(self, num_bytes: int) -> _Block:
         """The smallest free block that is large enough, else a new one, which replaces the largest free one."""
-        fits = [block for block in self._free if block.num_bytes >= num_bytes]
-        if fits:
-            found = min(fits, key=_size)
+        found: _Block | None = None
+        for block in self._free:
+            if block.num_bytes >= num_bytes and (found is None or block.num_bytes < found.num_bytes):
+                found = block
+        if found is not None:
             self._free.remove(found)
             return found
         if self._free:

@@ -11,13 +11,14 @@ so no index has to be told about it, and a stale number can only fail the check 
 Legend: T tokens in the step, L decoder layers, M stored (MoE) layers, K top-k, E experts, S slots.
 """
 
-import mmap
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
+
+from r3_pass.runtime.pages import Pages
 
 Rows = npt.NDArray[np.int16]
 Numbers = npt.NDArray[np.int64]
@@ -27,10 +28,6 @@ CHUNK_BYTES = 4 * 2**20
 # Settled chunks hold at most this many times their live rows. Bookkeeping here and in `sequences` adds about 20 bytes a
 # row: for rows of 400 bytes and more the whole stays below 1.25 times.
 SLACK = 1.2
-
-# Where the system has it: a chunk's pages are made in one call, not by a fault each in the steps that write them (which
-# took ten times as long as the copy itself).
-_POPULATE = getattr(mmap, "MAP_POPULATE", 0)
 
 
 class _Chunk:
@@ -42,14 +39,14 @@ class _Chunk:
     alive: bool[h]; filled: bool[h] (None: all); live, unfilled: how many rows are alive, how many are still to arrive.
     """
 
-    __slots__ = ("_memory", "_room", "alive", "filled", "live", "numbers", "rows", "start", "unfilled")
+    __slots__ = ("_pages", "_room", "alive", "filled", "live", "numbers", "rows", "start", "unfilled")
 
     def __init__(self, start: int, num_rows: int, row_shape: tuple[int, ...]) -> None:
         # Pages of our own: malloc's heap keeps the holes that arrays of mixed sizes leave in it (580 MiB resident for
-        # 17 MiB of live rows, measured), and pages can be given back one by one.
-        num_bytes = num_rows * int(np.prod(row_shape)) * 2
-        self._memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _POPULATE)
-        self._room: Rows = np.frombuffer(self._memory, dtype=np.int16).reshape(num_rows, *row_shape)
+        # 17 MiB of live rows, measured), and pages can be given back one by one. All are made here: by a fault each in the
+        # steps that write them took ten times as long as the copy itself.
+        self._pages = Pages(num_rows * int(np.prod(row_shape)) * 2)
+        self._room: Rows = self._pages.array.view(np.int16).reshape(num_rows, *row_shape)
         self.start = start
         self.rows = self._room
         self.numbers: Numbers | None = None
@@ -79,9 +76,7 @@ class _Chunk:
         keep = np.flatnonzero(self.alive)
         self._room[: self.live] = self.rows[keep]
         self._set_numbers(keep + self.start if self.numbers is None else self.numbers[keep])
-        behind = -(-self.rows.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        if behind < len(self._memory):
-            self._memory.madvise(mmap.MADV_DONTNEED, behind, len(self._memory) - behind)
+        self._pages.keep(self.rows.nbytes)
 
     def absorb(self, right: "_Chunk") -> None:
         """Append the rows of the next chunk. Both are compact."""
@@ -160,6 +155,9 @@ class RowLog:
         assert num_rows >= 0
         first = self._next
         stop = first + num_rows
+        if self._chunks and first < stop <= self._chunks[-1].start + self._chunk_rows:
+            self._give_out(self._chunks[-1], num_rows)
+            return first
         starts = range(-(-first // self._chunk_rows) * self._chunk_rows, stop, self._chunk_rows)
         fresh = [_Chunk(start, self._chunk_rows, self.row_shape) for start in starts]
         begun = self._chunks[-1:] if first % self._chunk_rows else []
@@ -167,14 +165,16 @@ class RowLog:
         self._starts += starts
         self._open += len(fresh)
         for chunk in (*begun, *fresh):
-            offset = self._next - chunk.start
-            count = min(self._chunk_rows - offset, stop - self._next)
-            chunk.alive[offset : offset + count] = True
-            chunk.live += count
-            chunk.unfilled += count
-            self._live += count
-            self._next += count
+            self._give_out(chunk, min(chunk.start + self._chunk_rows, stop) - self._next)
         return first
+
+    def _give_out(self, chunk: _Chunk, count: int) -> None:
+        offset = self._next - chunk.start
+        chunk.alive[offset : offset + count] = True
+        chunk.live += count
+        chunk.unfilled += count
+        self._live += count
+        self._next += count
 
     def fill(self, first: int, block: Rows) -> None:
         """Store `block` int16[n, M, K] under the numbers from `first` on, once. Rows freed meanwhile stay freed."""
@@ -186,9 +186,10 @@ class RowLog:
             offset = first + done - chunk.start
             assert chunk.filled is not None and 0 <= offset < self._chunk_rows, "rows filled twice"
             count = min(self._chunk_rows - offset, len(block) - done)
-            assert not chunk.filled[offset : offset + count].any(), "rows filled twice"
+            filled = chunk.filled[offset : offset + count]
+            assert not filled[filled.argmax()], "rows filled twice"
             chunk.rows[offset : offset + count] = block[done : done + count]
-            chunk.filled[offset : offset + count] = True
+            filled.fill(True)
             chunk.unfilled -= count
             if chunk.unfilled == 0 and self._next >= chunk.start + self._chunk_rows:
                 self._settle(chunk)

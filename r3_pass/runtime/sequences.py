@@ -6,7 +6,8 @@
 
 Each position 0 .. end - 1 of a request points at one row of a `RowLog`, and no two positions at the same one. The
 pointers stand in pages of 256: that of position p of request r is `pointers[table[r, p // 256] + p % 256]`. A step is
-a few numpy calls whatever the number of requests and their lengths.
+a few numpy calls whatever the number of requests and their lengths. Decodes that follow one another are noted first,
+and written to the pages together (`_Run`).
 
 Legend: T tokens in the step, L decoder layers, M stored (MoE) layers, K top-k, E experts, S slots.
 """
@@ -29,6 +30,11 @@ _NONE = -1
 
 # Per-request state has a first entry that is nobody's and stays empty: a request never seen has its end, 0.
 _NOBODY = 0
+
+_INT64 = np.dtype(np.int64)
+
+# Tokens of a run that are noted at most.
+_RUN_TOKENS = 8192
 
 
 class Segment(NamedTuple):
@@ -57,12 +63,13 @@ class SegmentBatch:
 
     def __init__(self, request_ids: Sequence[Hashable], starts: npt.ArrayLike, lengths: npt.ArrayLike) -> None:
         self.request_ids = tuple(request_ids)
-        self.starts = _column("starts", starts, len(self.request_ids), minimum=0)
-        self.lengths = _column("lengths", lengths, len(self.request_ids), minimum=1)
+        count = len(self.request_ids)
+        self.starts = _column("starts", starts, count, minimum=0)
+        self.lengths = _column("lengths", lengths, count, minimum=1)
         self.stops = self.starts + self.lengths
-        for column in (self.starts, self.lengths, self.stops):  # `SequenceTable` remembers what it found of a batch
-            column.flags.writeable = False
-        self.num_tokens = int(np.add.reduce(self.lengths))
+        self.stops.setflags(write=False)
+        decodes = count > 0 and self.lengths.item(self.lengths.argmax()) == 1
+        self.num_tokens = count if decodes else int(np.add.reduce(self.lengths))
 
     @classmethod
     def of(cls, segments: "SegmentBatch | Iterable[Segment]") -> "SegmentBatch":
@@ -74,17 +81,53 @@ class SegmentBatch:
 
 
 def _column(name: str, values: npt.ArrayLike, count: int, minimum: int) -> Numbers:
-    given = np.asarray(values)
-    if given.shape != (count,):
-        raise ValueError(f"Segments: {name} has shape {given.shape}, expected ({count},), one entry a request.")
-    if count == 0:
-        return np.zeros(0, dtype=np.int64)
-    if given.dtype.kind not in "iu":
-        raise ValueError(f"Segments: {name} has dtype {given.dtype}, expected integers.")
-    column = given.astype(np.int64)
-    if np.minimum.reduce(column) < minimum:
-        raise ValueError(f"Segments: {name}[{column.argmin()}] is {column.min()}, expected at least {minimum}.")
+    """A copy, read-only: `SequenceTable` remembers what it found of a batch."""
+    column = np.array(values)
+    if column.shape != (count,):
+        raise ValueError(f"Segments: {name} has shape {column.shape}, expected ({count},), one entry a request.")
+    if column.dtype is not _INT64:
+        if count and column.dtype.kind not in "iu":
+            raise ValueError(f"Segments: {name} has dtype {column.dtype}, expected integers.")
+        column = column.astype(np.int64)
+    if count:
+        least = column.argmin()  # takes a fifth of what min() does, of so few
+        if column.item(least) < minimum:
+            raise ValueError(f"Segments: {name}[{least}] is {column[least]}, expected at least {minimum}.")
+    column.setflags(write=False)
     return column
+
+
+class _Run:
+    """Steps of the same requests, one token each, every one where its request ended: noted, and not in the pages yet.
+
+    request_ids, indices: the requests, in the order of the steps; firsts: the first row number of each step;
+    ends: int64[n], where the requests end with these steps; next: a batch that was seen to go on from there.
+    """
+
+    __slots__ = ("ends", "firsts", "indices", "next", "request_ids")
+
+    def __init__(self, batch: SegmentBatch, indices: Numbers) -> None:
+        self.request_ids = batch.request_ids
+        self.indices = indices
+        self.firsts: list[int] = []
+        self.ends = batch.stops
+        self.next: SegmentBatch | None = None
+
+    def goes_on(self, batch: SegmentBatch) -> bool:
+        """Whether the batch is the run's next step."""
+        if self.next is not batch:
+            count = len(self.request_ids)  # as many tokens: each segment has one
+            if batch.num_tokens != count or batch.request_ids != self.request_ids:
+                return False
+            if batch.starts.tobytes() != self.ends.tobytes():  # as `(starts == ends).all()`, in a tenth of the time
+                return False
+            self.next = batch
+        return True
+
+    def add(self, batch: SegmentBatch, first: int) -> None:
+        self.firsts.append(first)
+        self.ends = batch.stops
+        self.next = None
 
 
 class SequenceTable:
@@ -106,6 +149,7 @@ class SequenceTable:
         self._resolved_ids: tuple[Hashable, ...] | None = None  # last question to _resolve, None when out of date
         self._resolved = np.zeros(0, dtype=np.int64)
         self._matched: tuple[SegmentBatch, Numbers, bool] | None = None  # last answer of _match, None when out of date
+        self._run: _Run | None = None  # if the last step may be the first of a run, or was one of it
 
     @property
     def host_bytes(self) -> int:
@@ -121,10 +165,12 @@ class SequenceTable:
 
     def end(self, request_id: Hashable) -> int:
         """How many positions have a row; 0 for a request never seen."""
+        self._write_run()
         return int(self._end[self._index.get(request_id, _NOBODY)])
 
     def numbers(self, request_id: Hashable) -> Numbers:
         """Row number of each position below the end, int64[end], a copy. Later steps made higher numbers."""
+        self._write_run()
         index = self._index.get(request_id, _NOBODY)
         end = int(self._end[index])
         pages = self._table[index, : -(-end // _PAGE)] >> _PAGE_BITS
@@ -138,6 +184,7 @@ class SequenceTable:
 
         Returns: int16 [sum of stop - start, M, K], a copy.
         """
+        self._write_run()
         indices = np.array([self._index[request_id] for request_id, _, _ in ranges], dtype=np.int64)
         starts = np.array([start for _, start, _ in ranges], dtype=np.int64)
         lengths = np.array([stop - start for _, start, stop in ranges], dtype=np.int64)
@@ -151,7 +198,8 @@ class SequenceTable:
             MissingRoutes: a segment starts past its request's end.
             ValueError: a request has two segments.
         """
-        self._match(batch)
+        if self._run is None or not self._run.goes_on(batch):
+            self._match(batch)
 
     def extend(self, batch: SegmentBatch) -> int:
         """Point the positions of the segments at new rows, one a token. Nothing is changed if it raises.
@@ -162,16 +210,21 @@ class SequenceTable:
         Returns: the number of the first token's row; the others follow, `batch.num_tokens` in all, to be filled.
         Raises: as `check`; OSError or MemoryError if there is no memory for the rows.
         """
+        run = self._run
+        if run is not None and run.goes_on(batch):
+            if len(run.firsts) * batch.num_tokens >= _RUN_TOKENS:
+                self._write_run()
+            first = self.rows.reserve(batch.num_tokens)
+            run.add(batch, first)
+            self._matched = None
+            return first
         indices, continues = self._match(batch)
         first = self.rows.reserve(batch.num_tokens)
-        self._matched = None
+        self._matched = self._run = None
         if np.minimum.reduce(indices, initial=_NOBODY + 1) == _NOBODY:
             self._register(batch.request_ids)
             indices = self._resolve(batch.request_ids)
-        short = batch.stops > self._capacity[indices]
-        if short.any():
-            for i in np.flatnonzero(short).tolist():
-                self._add_pages(int(indices[i]), int(batch.stops[i]))
+        self._make_room(indices, batch.stops)
         numbers = np.arange(first, first + batch.num_tokens)
         owners, positions = indices, batch.starts
         if batch.num_tokens > len(indices):
@@ -182,7 +235,23 @@ class SequenceTable:
             self._end[indices] = batch.stops
         else:
             self._replace(indices, batch, where, numbers)
+        if continues and 0 < batch.num_tokens == len(indices):
+            self._run = _Run(batch, indices)
         return first
+
+    def _write_run(self) -> None:
+        """What the run's steps have noted comes into the pages, as `extend` would have written it step by step."""
+        run = self._run
+        if run is None or not run.firsts:
+            return
+        self._make_room(run.indices, run.ends)
+        steps = np.arange(len(run.firsts))[:, None]
+        positions = run.ends - len(run.firsts) + steps
+        self._pointers[self._where(run.indices, positions)] = np.array(run.firsts)[:, None] + np.arange(
+            len(run.indices)
+        )
+        self._end[run.indices] = run.ends
+        run.firsts.clear()
 
     def preempt(self, request_id: Hashable, num_tokens: int) -> None:
         """Freeze the rows that exist of the first `num_tokens - 1` positions: later segments leave them as they are.
@@ -190,6 +259,7 @@ class SequenceTable:
         A request never seen has none: nothing happens.
         """
         _check_num_tokens(request_id, num_tokens)
+        self._write_run()
         index = self._index.get(request_id)
         if index is not None:
             self._kept[index] = max(int(self._kept[index]), min(int(self._end[index]), num_tokens - 1))
@@ -254,7 +324,7 @@ class SequenceTable:
         self._end[index] = self._kept[index] = self._capacity[index] = 0
         self._free_indices.append(index)
         del self._index[request_id]
-        self._resolved_ids = self._matched = None
+        self._resolved_ids = self._matched = self._run = None
         self._shrink()
 
     def clear(self) -> None:
@@ -264,6 +334,7 @@ class SequenceTable:
 
     def truncate(self, request_id: Hashable, end: int) -> None:
         """Forget the rows of positions from `end` on, but for those that preempt froze."""
+        self._write_run()
         index = self._index.get(request_id)
         if index is None:
             return
@@ -275,7 +346,7 @@ class SequenceTable:
         self.rows.free(self._pointers[where])
         self._pointers[where] = _NONE
         self._end[index] = end
-        self._matched = None
+        self._matched = self._run = None
 
     def _hand_over(
         self,
@@ -307,11 +378,12 @@ class SequenceTable:
 
         A step asks when it begins and, as a rule with nothing changed since, when it ends.
         """
+        self._write_run()
         if self._matched is not None and self._matched[0] is batch:
             return self._matched[1:]
         indices = self._resolve(batch.request_ids)
         ends = self._end[indices]
-        if (batch.starts == ends).all():
+        if batch.starts.tobytes() == ends.tobytes():
             self._matched = batch, indices, True
             return indices, True
         gaps = np.flatnonzero(batch.starts > ends)
@@ -325,6 +397,25 @@ class SequenceTable:
             )
         self._matched = batch, indices, False
         return indices, False
+
+    def _make_room(self, indices: Numbers, stops: Numbers) -> None:
+        """Pages for the positions below `stops` of these requests."""
+        short = stops > self._capacity[indices]
+        if not np.count_nonzero(short):
+            return
+        indices, need = indices[short], -(-stops[short] // _PAGE)
+        have = self._capacity[indices] >> _PAGE_BITS
+        while int(need.max()) > self._table.shape[1]:
+            self._table = np.concatenate((self._table, np.zeros_like(self._table)), axis=1)
+        count = int((need - have).sum())
+        while count > len(self._free_pages):
+            size = max(len(self._pointers), _PAGE)
+            pointers = np.concatenate((self._pointers, np.full(size, _NONE)))
+            self._free_pages += range(len(pointers) // _PAGE - 1, len(self._pointers) // _PAGE - 1, -1)
+            self._pointers = pointers
+        self._table[_spread(indices, have, need - have)] = np.multiply(self._free_pages[-count:], _PAGE)
+        del self._free_pages[-count:]
+        self._capacity[indices] = need * _PAGE
 
     def _where(self, owners: Numbers, positions: Numbers) -> Numbers:
         """Where the pointers of these positions of these requests stand."""
@@ -358,20 +449,6 @@ class SequenceTable:
             self._index[request_id] = self._free_indices.pop()
         self._resolved_ids = None
 
-    def _add_pages(self, index: int, stop: int) -> None:
-        """Give the request at `index` pages for its positions below `stop`."""
-        have = int(self._capacity[index]) >> _PAGE_BITS
-        need = -(-stop // _PAGE)
-        while need > self._table.shape[1]:
-            self._table = np.concatenate((self._table, np.zeros_like(self._table)), axis=1)
-        while need - have > len(self._free_pages):
-            size = max(len(self._pointers), _PAGE)
-            self._free_pages += range((len(self._pointers) + size) // _PAGE - 1, len(self._pointers) // _PAGE - 1, -1)
-            self._pointers = np.concatenate((self._pointers, np.full(size, _NONE)))
-        pages = [self._free_pages.pop() for _ in range(need - have)]
-        self._table[index, have:need] = np.multiply(pages, _PAGE)
-        self._capacity[index] = need * _PAGE
-
     def _shrink(self) -> None:
         """Lay the bookkeeping out anew once a third of it would do: what a crowd of requests took does not stay taken."""
         num_pages = len(self._pointers) // _PAGE
@@ -401,6 +478,10 @@ class SequenceTable:
     def check_integrity(self) -> None:
         """Assert every invariant, those of the row log too. For tests: looks at all rows."""
         self.rows.check_integrity()
+        if (run := self._run) is not None:
+            assert (run.ends - len(run.firsts) == self._end[run.indices]).all()
+            assert run.indices.tolist() == [self._index[request_id] for request_id in run.request_ids]
+        self._write_run()
         indices = sorted(self._index.values())
         assert sorted([_NOBODY, *indices, *self._free_indices]) == list(range(len(self._end)))
         for unused in (_NOBODY, *self._free_indices):

@@ -6,6 +6,7 @@ a new owner (`void`), and stops being so when a forward or `write` fills it; not
 Legend: T tokens in the step, L decoder layers, M stored (MoE) layers, K top-k, E experts, S slots.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +45,7 @@ def on_host(slots: Slots) -> npt.NDArray[np.int64]:
             raise ValueError(f"{type(slots).__name__} that numpy makes no array of ({error})") from error
         if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
             raise ValueError(f"{given.dtype}{list(given.shape)}")
-    if given.dtype == np.uint64 and given.size and int(given.max()) > np.iinfo(np.int64).max:
+    if given.dtype.kind == "u" and given.size and int(given.max()) > np.iinfo(np.int64).max:
         raise ValueError(f"uint64 with a slot {given.max()}, which no int64 holds")
     return given.astype(np.int64)
 
@@ -86,12 +87,12 @@ class Geometry:
             f"{self.bytes_per_slot} bytes a slot, {self.nbytes} bytes in all"
         )
 
-    @property
+    @functools.cached_property
     def row_shape(self) -> tuple[int, int]:
         """(M, K)"""
         return len(self.stored), self.top_k
 
-    @property
+    @functools.cached_property
     def bytes_per_slot(self) -> int:
         return len(self.stored) * self.top_k * 2
 

@@ -103,7 +103,8 @@ class Steps:
 
     def enter(self, step: Step) -> None:
         with self._lock:
-            self.usable()
+            if self.detached:
+                self.usable()
             if self.open is not None:
                 raise RefusedConfiguration(
                     "a step is open already: it was entered twice, or the engine left a step in the middle without closing "
@@ -112,7 +113,8 @@ class Steps:
                 )
             store, binding = self._store, self._store.binding
             self._delivery.collect(store.buffer, wait=False)
-            self._delivery.arrivals.raise_failure()
+            if self._delivery.arrivals.failure is not None:
+                self._delivery.arrivals.raise_failure()
             if store.mapping is None or store.num_slots is None:
                 raise RefusedConfiguration(
                     "the session has no KV slots: the engine's cache was released or is not made yet (wake(num_slots) tells), or "
@@ -132,7 +134,9 @@ class Steps:
             self._delivery.check(step.batch)
             if store.buffer is not None:
                 store.buffer.settle()
-            step.gone, step.staged = set(), None  # of a context that is entered once more
+            if step.gone:  # of a context that is entered once more
+                step.gone = set()
+            step.staged = None
             self._put(step, checked)
             binding.start(len(checked))
             self.open = step
@@ -146,10 +150,11 @@ class Steps:
             store.mapping.put(slots)
             store.flag_duplicates(slots)
             return
-        if (
-            store.buffer is not None and store.proved and self._most_records <= _FEW_RECORDS
-        ):  # its layout changes no more
-            step.staged = self._delivery.stage(store.mapping.entries(len(slots)), store.geometry, step.batch.num_tokens)
+        buffer = store.buffer
+        if buffer is not None and store.proved and self._most_records <= _FEW_RECORDS:  # its layout changes no more
+            step.staged = self._delivery.stage(
+                store.mapping.entries(len(slots)), buffer.geometry, step.batch.num_tokens
+            )
         if step.staged is None:
             store.mapping.put(slots)
         else:

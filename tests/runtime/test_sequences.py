@@ -87,6 +87,153 @@ def test_a_gap_raises_and_changes_nothing() -> None:
     assert np.array_equal(recorder.table.finish("a", 6), prompt)
 
 
+def test_a_batch_that_was_checked_before_others_decoded() -> None:
+    """What was found of it then is out of date: its segment starts before the request's end now."""
+    recorder = Recorder()
+    first_a, first_b = recorder.step(("a", 0, 1), ("b", 0, 1))
+    later = SegmentBatch(("a",), [1], [1])
+    recorder.table.check(later)
+    _, second_b = recorder.step(("a", 1, 1), ("b", 1, 1))
+    recorder.table.rows.fill(recorder.table.extend(later), block_of(1, 1000))
+    recorder.table.check_integrity()
+    assert np.array_equal(recorder.table.finish("a", 3), np.concatenate((first_a, block_of(1, 1000))))
+    assert np.array_equal(recorder.table.finish("b", 3), np.concatenate((first_b, second_b)))
+
+
+@pytest.mark.parametrize(
+    "change", ["none", "end", "numbers", "read", "preempt", "truncate", "drop", "another", "again"]
+)
+def test_a_long_run_of_decodes(change: str) -> None:
+    """Of the same requests, over several pages each, with something else in the middle; copies are two steps late."""
+    table = SequenceTable(RowLog(ROW_SHAPE, chunk_bytes=1000 * 4))
+    names = list(range(40))
+    prompts = np.arange(1, 41)
+    given = np.split(block_of(820, 0), np.cumsum(prompts)[:-1])
+    table.rows.fill(table.extend(SegmentBatch(names, np.zeros(40, np.int64), prompts)), block_of(820, 0))
+    rows = {name: [block] for name, block in zip(names, given, strict=True)}
+    next_id, waiting = 820, []
+
+    def step(batch: SegmentBatch) -> None:
+        nonlocal next_id
+        table.check(batch)
+        block = block_of(batch.num_tokens, next_id)
+        next_id += len(block)
+        waiting.append((table.extend(batch), block))
+        for name, row in zip(batch.request_ids, block, strict=True):
+            assert isinstance(name, int)
+            rows[name].append(row[None])
+        if len(waiting) > 2:
+            table.rows.fill(*waiting.pop(0))
+
+    for number in range(700):
+        step(SegmentBatch(names, [sum(map(len, rows[name])) for name in names], np.ones(len(names), np.int64)))
+        if number == 350:
+            end = sum(map(len, rows[7]))
+            if change == "end":
+                assert table.end(7) == end
+            elif change == "numbers":
+                assert len(table.numbers(7)) == end
+            elif change == "read":
+                assert np.array_equal(table.read([(7, end - 20, end - 5)]), np.concatenate(rows[7])[end - 20 : end - 5])
+            elif change == "preempt":
+                table.preempt(7, end)
+            elif change == "truncate":
+                table.truncate(7, end - 3)
+                rows[7] = [np.concatenate(rows[7])[: end - 3]]
+            elif change == "drop":
+                table.drop(7)
+                names.remove(7)
+            elif change == "another":
+                rows[99] = []
+                step(SegmentBatch([99], [0], [1]))
+            elif change == "again":
+                rows[7] = [np.concatenate(rows[7])[:-1]]
+                step(SegmentBatch([7], [end - 1], [1]))
+    for late in waiting:
+        table.rows.fill(*late)
+    table.check_integrity()
+    for name in (*names, *((99,) if change == "another" else ())):
+        expected = np.concatenate(rows[name])
+        assert np.array_equal(table.finish(name, len(expected) + 1), expected)
+    table.check_integrity()
+
+
+class Decoding:
+    """Requests "a" and "b" in the middle of a run of decodes: 3 rows each, row n of the log is block_of(1, n)."""
+
+    def __init__(self) -> None:
+        self.table = SequenceTable(RowLog(ROW_SHAPE))
+        for start in range(3):
+            self.extend(("a", start, 1), ("b", start, 1))
+
+    def extend(self, *segments: tuple[str, int, int]) -> SegmentBatch:
+        batch = SegmentBatch.of([Segment(*segment) for segment in segments])
+        self.put(batch)
+        return batch
+
+    def put(self, batch: SegmentBatch) -> None:
+        first = self.table.extend(batch)
+        self.table.rows.fill(first, block_of(batch.num_tokens, first))
+
+    def check(self, **numbers: list[int]) -> None:
+        """These are the requests' rows."""
+        self.table.check_integrity()
+        for name, expected in numbers.items():
+            rows = np.concatenate([block_of(1, number) for number in expected])
+            assert np.array_equal(self.table.finish(name, len(expected) + 1), rows)
+        assert self.table.rows.live_rows == 0
+
+
+class TestWhatEndsARun:
+    """Each of these looks like the next decode to a table that does not look closely."""
+
+    def test_nothing(self) -> None:
+        Decoding().check(a=[0, 2, 4], b=[1, 3, 5])
+
+    def test_more_tokens_each(self) -> None:
+        decoding = Decoding()
+        decoding.extend(("a", 3, 2), ("b", 3, 2))
+        decoding.check(a=[0, 2, 4, 6, 7], b=[1, 3, 5, 8, 9])
+
+    def test_other_requests(self) -> None:
+        decoding = Decoding()
+        decoding.extend(("b", 3, 1), ("a", 3, 1))
+        decoding.check(a=[0, 2, 4, 7], b=[1, 3, 5, 6])
+
+    def test_a_step_that_was_made(self) -> None:
+        decoding = Decoding()
+        decoding.put(decoding.extend(("a", 3, 1), ("b", 3, 1)))
+        decoding.check(a=[0, 2, 4, 8], b=[1, 3, 5, 9])
+
+    def test_another_step_than_was_checked(self) -> None:
+        decoding = Decoding()
+        decoding.table.check(SegmentBatch(("a", "b"), [3, 3], [1, 1]))
+        decoding.extend(("a", 1, 1), ("b", 3, 1))
+        decoding.check(a=[0, 6], b=[1, 3, 5, 7])
+
+    @pytest.mark.parametrize(("start", "expected"), [(1, [0, 6, 7, 8]), (3, [0, 2, 4, 8])])
+    def test_a_step_of_one_of_them(self, start: int, expected: list[int]) -> None:
+        decoding = Decoding()
+        decoding.extend(("a", start, 2))
+        decoding.extend(("a", 3, 1), ("b", 3, 1))
+        decoding.check(a=expected, b=[1, 3, 5, 9])
+
+    @pytest.mark.parametrize("how", ["truncate", "drop"])
+    def test_rows_that_are_gone(self, how: str) -> None:
+        """The next decode would leave a gap."""
+        decoding = Decoding()
+        batch = SegmentBatch(("a", "b"), [3, 3], [1, 1])
+        decoding.table.check(batch)
+        if how == "truncate":
+            decoding.table.truncate("a", 2)
+        else:
+            decoding.table.drop("a")
+        for call in (decoding.table.check, decoding.table.extend):
+            with pytest.raises(MissingRoutes, match="'a': position"):
+                call(batch)
+        decoding.check(**({"a": [0, 2]} if how == "truncate" else {}), b=[1, 3, 5])
+
+
 def test_a_request_has_one_segment_in_a_step() -> None:
     recorder = Recorder()
     recorder.step(("a", 0, 5), ("b", 0, 5))
