@@ -11,14 +11,13 @@ so no index has to be told about it, and a stale number can only fail the check 
 Legend: T tokens in the step, L decoder layers, M stored (MoE) layers, K top-k, E experts, S slots.
 """
 
+import mmap
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
-
-from r3_pass.runtime.pages import Pages
 
 Rows = npt.NDArray[np.int16]
 Numbers = npt.NDArray[np.int64]
@@ -28,6 +27,10 @@ CHUNK_BYTES = 4 * 2**20
 # Settled chunks hold at most this many times their live rows. Bookkeeping here and in `sequences` adds about 20 bytes a
 # row: for rows of 400 bytes and more the whole stays below 1.25 times.
 SLACK = 1.2
+
+# Where the system has it: a chunk's pages are made in one call, not by a fault each in the steps that write them (which
+# took ten times as long as the copy itself).
+_POPULATE = getattr(mmap, "MAP_POPULATE", 0)
 
 
 class _Chunk:
@@ -39,14 +42,14 @@ class _Chunk:
     alive: bool[h]; filled: bool[h] (None: all); live, unfilled: how many rows are alive, how many are still to arrive.
     """
 
-    __slots__ = ("_pages", "_room", "alive", "filled", "live", "numbers", "rows", "start", "unfilled")
+    __slots__ = ("_memory", "_room", "alive", "filled", "live", "numbers", "rows", "start", "unfilled")
 
     def __init__(self, start: int, num_rows: int, row_shape: tuple[int, ...]) -> None:
         # Pages of our own: malloc's heap keeps the holes that arrays of mixed sizes leave in it (580 MiB resident for
-        # 17 MiB of live rows, measured), and pages can be given back one by one. All are made here: by a fault each in the
-        # steps that write them took ten times as long as the copy itself.
-        self._pages = Pages(num_rows * int(np.prod(row_shape)) * 2)
-        self._room: Rows = self._pages.array.view(np.int16).reshape(num_rows, *row_shape)
+        # 17 MiB of live rows, measured), and pages can be given back one by one.
+        num_bytes = num_rows * int(np.prod(row_shape)) * 2
+        self._memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _POPULATE)
+        self._room: Rows = np.frombuffer(self._memory, dtype=np.int16).reshape(num_rows, *row_shape)
         self.start = start
         self.rows = self._room
         self.numbers: Numbers | None = None
@@ -76,7 +79,9 @@ class _Chunk:
         keep = np.flatnonzero(self.alive)
         self._room[: self.live] = self.rows[keep]
         self._set_numbers(keep + self.start if self.numbers is None else self.numbers[keep])
-        self._pages.keep(self.rows.nbytes)
+        behind = -(-self.rows.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        if behind < len(self._memory):
+            self._memory.madvise(mmap.MADV_DONTNEED, behind, len(self._memory) - behind)
 
     def absorb(self, right: "_Chunk") -> None:
         """Append the rows of the next chunk. Both are compact."""
