@@ -18,7 +18,8 @@ from r3_pass.runtime.arrivals import Arrival, Arrivals
 from r3_pass.runtime.export import Exporter, Pending, Staged
 from r3_pass.runtime.inputs import length as length_of
 from r3_pass.runtime.rows import Numbers, RowLog
-from r3_pass.runtime.sequences import SegmentBatch, SequenceTable
+from r3_pass.runtime.segments import SegmentBatch
+from r3_pass.runtime.sequences import SequenceTable
 from r3_pass.runtime.slots import Geometry, SlotBuffer, Slots
 
 Rows = npt.NDArray[np.int16]

@@ -15,8 +15,8 @@ from r3_pass.marks import owner_of
 from r3_pass.runtime.agreement import check_group
 from r3_pass.runtime.engines.base import EngineAdapter
 from r3_pass.runtime.plan import plan
+from r3_pass.runtime.segments import Segment, SegmentBatch
 from r3_pass.runtime.self_test import SelfTest
-from r3_pass.runtime.sequences import Segment, SegmentBatch
 from r3_pass.runtime.session import Session
 from r3_pass.runtime.slots import Geometry, Slots
 

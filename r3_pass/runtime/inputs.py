@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterable
 import numpy as np
 from torch import Tensor
 
-from r3_pass.runtime.sequences import Segment, SegmentBatch
+from r3_pass.runtime.segments import Segment, SegmentBatch
 from r3_pass.runtime.slots import Slots
 
 

@@ -7,20 +7,20 @@
 Each position 0 .. end - 1 of a request points at one row of a `RowLog`, and no two positions at the same one. The
 pointers stand in pages of 256: that of position p of request r is `pointers[table[r, p // 256] + p % 256]`. A step is
 a few numpy calls whatever the number of requests and their lengths. Decodes that follow one another are noted first,
-and written to the pages together (`_Run`).
+and written to the pages together (`runs`).
 
 Legend: T tokens in the step, L decoder layers, M stored (MoE) layers, K top-k, E experts, S slots.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from itertools import repeat
-from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from r3_pass.errors import MissingRoutes
 from r3_pass.runtime.rows import Numbers, RowLog, Rows
+from r3_pass.runtime.runs import Run
+from r3_pass.runtime.segments import SegmentBatch
 
 _PAGE_BITS = 8
 _PAGE = 1 << _PAGE_BITS
@@ -31,103 +31,8 @@ _NONE = -1
 # Per-request state has a first entry that is nobody's and stays empty: a request never seen has its end, 0.
 _NOBODY = 0
 
-_INT64 = np.dtype(np.int64)
-
 # Tokens of a run that are noted at most.
 _RUN_TOKENS = 8192
-
-
-class Segment(NamedTuple):
-    """`length` tokens of one request in a step, from position `start` on."""
-
-    request_id: Hashable
-    start: int
-    length: int
-
-
-class SegmentBatch:
-    """The segments of a step as columns; the tokens of each follow those of the one before it.
-
-    A snapshot: the caller may reuse its arrays at once, and the columns here are read-only. Steps that pass the same
-    requests in the same order are cheapest.
-
-    Args:
-        request_ids: each at most once (checked by `SequenceTable`).
-        starts: int[n], first position of each.
-        lengths: int[n], number of tokens of each.
-
-    Raises: ValueError if the columns differ in length, are not integers, a start is negative or a length below 1.
-    """
-
-    __slots__ = ("lengths", "num_tokens", "request_ids", "starts", "stops")
-
-    def __init__(self, request_ids: Sequence[Hashable], starts: npt.ArrayLike, lengths: npt.ArrayLike) -> None:
-        self.request_ids = tuple(request_ids)
-        count = len(self.request_ids)
-        self.starts = _column("starts", starts, count, minimum=0)
-        self.lengths = _column("lengths", lengths, count, minimum=1)
-        self.stops = self.starts + self.lengths
-        self.stops.setflags(write=False)
-        decodes = count > 0 and self.lengths.item(self.lengths.argmax()) == 1
-        self.num_tokens = count if decodes else int(np.add.reduce(self.lengths))
-
-    @classmethod
-    def of(cls, segments: "SegmentBatch | Iterable[Segment]") -> "SegmentBatch":
-        """From segments, or a batch as it is."""
-        if isinstance(segments, SegmentBatch):
-            return segments
-        columns = tuple(zip(*segments, strict=True))
-        return cls(*columns) if columns else cls((), (), ())
-
-
-def _column(name: str, values: npt.ArrayLike, count: int, minimum: int) -> Numbers:
-    """A copy, read-only: `SequenceTable` remembers what it found of a batch."""
-    column = np.array(values)
-    if column.shape != (count,):
-        raise ValueError(f"Segments: {name} has shape {column.shape}, expected ({count},), one entry a request.")
-    if column.dtype is not _INT64:
-        if count and column.dtype.kind not in "iu":
-            raise ValueError(f"Segments: {name} has dtype {column.dtype}, expected integers.")
-        column = column.astype(np.int64)
-    if count:
-        least = column.argmin()  # takes a fifth of what min() does, of so few
-        if column.item(least) < minimum:
-            raise ValueError(f"Segments: {name}[{least}] is {column[least]}, expected at least {minimum}.")
-    column.setflags(write=False)
-    return column
-
-
-class _Run:
-    """Steps of the same requests, one token each, every one where its request ended: noted, and not in the pages yet.
-
-    request_ids, indices: the requests, in the order of the steps; firsts: the first row number of each step;
-    ends: int64[n], where the requests end with these steps; next: a batch that was seen to go on from there.
-    """
-
-    __slots__ = ("ends", "firsts", "indices", "next", "request_ids")
-
-    def __init__(self, batch: SegmentBatch, indices: Numbers) -> None:
-        self.request_ids = batch.request_ids
-        self.indices = indices
-        self.firsts: list[int] = []
-        self.ends = batch.stops
-        self.next: SegmentBatch | None = None
-
-    def goes_on(self, batch: SegmentBatch) -> bool:
-        """Whether the batch is the run's next step."""
-        if self.next is not batch:
-            count = len(self.request_ids)  # as many tokens: each segment has one
-            if batch.num_tokens != count or batch.request_ids != self.request_ids:
-                return False
-            if batch.starts.tobytes() != self.ends.tobytes():  # as `(starts == ends).all()`, in a tenth of the time
-                return False
-            self.next = batch
-        return True
-
-    def add(self, batch: SegmentBatch, first: int) -> None:
-        self.firsts.append(first)
-        self.ends = batch.stops
-        self.next = None
 
 
 class SequenceTable:
@@ -149,7 +54,7 @@ class SequenceTable:
         self._resolved_ids: tuple[Hashable, ...] | None = None  # last question to _resolve, None when out of date
         self._resolved = np.zeros(0, dtype=np.int64)
         self._matched: tuple[SegmentBatch, Numbers, bool] | None = None  # last answer of _match, None when out of date
-        self._run: _Run | None = None  # if the last step may be the first of a run, or was one of it
+        self._run: Run | None = None  # if the last step may be the first of a run, or was one of it
 
     @property
     def host_bytes(self) -> int:
@@ -236,7 +141,7 @@ class SequenceTable:
         else:
             self._replace(indices, batch, where, numbers)
         if continues and 0 < batch.num_tokens == len(indices):
-            self._run = _Run(batch, indices)
+            self._run = Run(batch, indices)
         return first
 
     def _write_run(self) -> None:

@@ -32,8 +32,8 @@ from r3_pass.runtime.inputs import length as length_of
 from r3_pass.runtime.memory import Placement
 from r3_pass.runtime.refusals import Deployment
 from r3_pass.runtime.saved import SavedRows, restore, save
+from r3_pass.runtime.segments import Segment, SegmentBatch
 from r3_pass.runtime.self_test import SelfTest, compare, probe, tokens_of
-from r3_pass.runtime.sequences import Segment, SegmentBatch
 from r3_pass.runtime.slots import Geometry, SlotBuffer, Slots
 from r3_pass.runtime.step import Step, Steps
 from r3_pass.runtime.store import SlotStore

@@ -18,7 +18,7 @@ from r3_pass.errors import MissingRoutes, R3Error, RefusedConfiguration
 from r3_pass.runtime.coverage import Reasons, check_coverage
 from r3_pass.runtime.delivery import Delivery
 from r3_pass.runtime.export import Staged
-from r3_pass.runtime.sequences import SegmentBatch
+from r3_pass.runtime.segments import SegmentBatch
 from r3_pass.runtime.slots import Slots
 from r3_pass.runtime.store import SlotStore
 

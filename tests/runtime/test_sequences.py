@@ -8,7 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from r3_pass.errors import MissingRoutes
 from r3_pass.runtime.rows import RowLog
-from r3_pass.runtime.sequences import Segment, SegmentBatch, SequenceTable
+from r3_pass.runtime.segments import Segment, SegmentBatch
+from r3_pass.runtime.sequences import SequenceTable
 
 ROW_SHAPE = (2, 1)
 

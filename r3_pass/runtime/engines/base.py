@@ -68,7 +68,7 @@ from r3_pass.errors import RefusedConfiguration
 from r3_pass.runtime.refusals import Deployment
 
 if TYPE_CHECKING:
-    from r3_pass.runtime.sequences import SegmentBatch
+    from r3_pass.runtime.segments import SegmentBatch
 
 Slots = npt.NDArray[np.int64]
 Rows = npt.NDArray[np.int16]

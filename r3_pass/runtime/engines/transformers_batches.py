@@ -26,7 +26,7 @@ from r3_pass.errors import MissingRoutes, R3Error, StaleRoutes, UnsupportedEngin
 from r3_pass.runtime.engines.base import RecordingSession, Rows, Slots, WrapPoints
 from r3_pass.runtime.engines.transformers_blocks import BlockMoves
 from r3_pass.runtime.engines.transformers_slots import find_slots
-from r3_pass.runtime.sequences import SegmentBatch
+from r3_pass.runtime.segments import SegmentBatch
 
 _USED = {
     "": ("cache", "scheduler", "offloading_manager", "model_runner", "inputs_and_outputs", "use_async_batching"),

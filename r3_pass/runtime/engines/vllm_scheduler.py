@@ -21,7 +21,8 @@ from r3_pass.errors import MissingRoutes, UnsupportedEngine
 from r3_pass.runtime.engines.base import WrapPoints
 from r3_pass.runtime.engines.vllm_worker import OUTPUT, StepRows
 from r3_pass.runtime.rows import RowLog
-from r3_pass.runtime.sequences import SegmentBatch, SequenceTable
+from r3_pass.runtime.segments import SegmentBatch
+from r3_pass.runtime.sequences import SequenceTable
 
 logger = logging.getLogger(__name__)
 

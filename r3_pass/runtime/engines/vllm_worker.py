@@ -34,7 +34,7 @@ from r3_pass.errors import (
 )
 from r3_pass.runtime.engines.base import RecordingSession, Rows, WrapPoints
 from r3_pass.runtime.engines.vllm_slots import BlockSlots, Slots
-from r3_pass.runtime.sequences import SegmentBatch
+from r3_pass.runtime.segments import SegmentBatch
 
 OUTPUT = "r3_pass"
 """Attribute of a ModelRunnerOutput: the StepRows of its step."""
