@@ -91,7 +91,7 @@ def rewrite(
     if hand_out and len(found) == 1:
         with graph.inserting_before(output):
             ids = _flatten(graph, found[0])
-            if found[0].site.shared and not found[0].site.overwritten:
+            if (found[0].site.shared and not found[0].site.overwritten) or _holds_more(ids):
                 ids = _call(graph, "clone", ids, ())
         output.args = ((*output.args[0], ids),)
         graph.lint()
@@ -165,6 +165,14 @@ def kept(graph: fx.Graph, ids: fx.Node) -> fx.Node:
     """A copy of ids as they are where they are made."""
     with graph.inserting_after(ids):
         return _call(graph, "clone", ids, ())
+
+
+def _holds_more(ids: fx.Node) -> bool:
+    """Whether ids are a part of something larger (all experts in order, say), which would stay in memory with them."""
+    seen = value(ids)
+    if not isinstance(seen, torch.Tensor):
+        return False
+    return bool(plain(seen.untyped_storage().nbytes()) != product([*dims(ids), seen.dtype.itemsize]))
 
 
 def _flatten(graph: fx.Graph, occurrence: Occurrence) -> fx.Node:
