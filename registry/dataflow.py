@@ -312,15 +312,11 @@ class DataFlow:
     def shared(self, node: fx.Node) -> bool:
         """Whether others may write to the value's memory after the graph.
 
-        It is an argument's or becomes one's (`set_`, `.data =`), it is among what the graph returns, or a Python function that was
-        not traced had it.
+        It is an argument's, it is among what the graph returns, or a Python function that was not traced had it.
         """
         _, reached = self._writers(node)
         return any(
-            n in self.outputs
-            or n.op in ("placeholder", "get_attr")
-            or spelling(n) == "set"
-            or any(_is_unread(user) for user in self.users(n))
+            n in self.outputs or n.op in ("placeholder", "get_attr") or any(_is_unread(user) for user in self.users(n))
             for n in reached
         )
 

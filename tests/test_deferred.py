@@ -226,12 +226,23 @@ class Spoils(Decoder):
         return self.head(x)
 
 
-@pytest.mark.parametrize("how", ["data of a buffer", "buffer", "other type", "numpy", "Python that is not traced"])
-def test_ids_that_get_out(how: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "inner"),
+    [
+        ("data of a buffer", "eager"),
+        ("data of a buffer", "aot_eager"),
+        pytest.param("data of a buffer", "inductor", marks=pytest.mark.inductor),
+        ("buffer", "eager"),
+        ("other type", "eager"),
+        ("numpy", "eager"),
+        ("Python that is not traced", "eager"),
+    ],
+)
+def test_ids_that_get_out(how: str, inner: str) -> None:
     torch.manual_seed(0)
     model = Spoils(layers=4, moe=lambda k: Leaks(k, how)).eval().requires_grad_(False)
     want = truth(model, prompt(T))
-    session = by_layer(model, "eager")
+    session = by_layer(model, inner)
     for _ in range(2):
         KEPT.clear()
         assert (step(session, model, prompt(T)) == want).all()
