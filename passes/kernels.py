@@ -109,7 +109,7 @@ class PointerTables:
         self._resident = torch.empty(_KEPT_TABLES, sites * 3, dtype=torch.int64, device=device)
         self._rows: dict[tuple[int, ...], Tensor] = {}
         self._of_graphs = torch.empty(_KEPT_TABLES, sites * 3, dtype=torch.int64, device=device)
-        self._staged = torch.empty(_KEPT_TABLES, sites * 3, dtype=torch.int64, pin_memory=self._pinned)
+        self._staged = torch.empty(_KEPT_TABLES, sites * 3, dtype=torch.int64, device="cpu", pin_memory=self._pinned)
         self._older: list[tuple[Tensor, Tensor]] = []
         self._used = 0
         self.compiled: dict[tuple[int, bool, int, int], Any] = {}
@@ -127,7 +127,7 @@ class PointerTables:
         known = self._rows.get(key)
         if known is not None:
             return known
-        host = torch.tensor(numbers, dtype=torch.int64, pin_memory=self._pinned)
+        host = torch.tensor(numbers, dtype=torch.int64, device="cpu", pin_memory=self._pinned)
         if len(self._rows) == _KEPT_TABLES:
             return torch.empty_like(host, device=self._resident.device).copy_(host, non_blocking=True)
         row = self._rows[key] = self._resident[len(self._rows)]
@@ -140,12 +140,12 @@ class PointerTables:
         one capture needs more tables than there is room for.
         """
         if self._used == len(self._staged):
-            host = torch.tensor(numbers, dtype=torch.int64, pin_memory=True)
+            host = torch.tensor(numbers, dtype=torch.int64, device="cpu", pin_memory=True)
             self._older.append((host, host))
             return torch.empty_like(host, device=self._resident.device).copy_(host, non_blocking=True)
         host, row = self._staged[self._used], self._of_graphs[self._used]
         self._used += 1
-        host.copy_(torch.tensor(numbers, dtype=torch.int64))
+        host.copy_(torch.tensor(numbers, dtype=torch.int64, device="cpu"))
         with torch.cuda.stream(self.beside):
             row.copy_(host, non_blocking=True)
         return row

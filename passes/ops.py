@@ -80,7 +80,7 @@ def record_reference(buffer: Tensor, state: Tensor, slots: Tensor, columns: Tens
     ]
     values = torch.stack(padded, 1).to(torch.int16)
     where = columns if len(kept) == len(ids) else columns[kept]
-    if len(kept) == stored and torch.equal(where, torch.arange(stored)):
+    if len(kept) == stored and torch.equal(where, torch.arange(stored, device=where.device)):
         buffer[rows] = values
     else:
         buffer[rows[:, None], where[None, :]] = values

@@ -26,7 +26,7 @@ from torch import fx
 from r3_pass.passes import ops
 from r3_pass.passes.inputs import add_input, fake_mode_of
 from r3_pass.passes.site import Accepted
-from r3_pass.registry.dataflow import bound, dims, plain, product, subgraph_of, value
+from r3_pass.registry.dataflow import bound, dims, plain, product, spelling, subgraph_of, value
 
 BUFFER, STATE, SLOTS, COLUMNS = "buffer", "state", "slots", "columns"
 
@@ -75,7 +75,8 @@ def rewrite(
         module: as Dynamo hands it to a backend; not changed.
         sites: what the matcher accepted in it, not empty.
         device: where the ids are, and so the buffer.
-        hand_out: return the ids, if there is one site.
+        hand_out: return the ids, if there is one site. Not where a tensor takes over another one's memory (`set_`, `.data =`): what
+            writes to it later is not seen, and a copy looks to Inductor like one that nobody needs.
 
     Returns: the copy, or a reason (text) why the sites cannot be recorded together.
     """
@@ -88,10 +89,10 @@ def rewrite(
     found = tuple(_occurrences(sites, where))
     if reason := unequal(found):
         return reason
-    if hand_out and len(found) == 1:
+    if hand_out and len(found) == 1 and not any(spelling(node) == "set" for node in _all_nodes(module)):
         with graph.inserting_before(output):
             ids = _flatten(graph, found[0])
-            if found[0].site.shared and not found[0].site.overwritten:
+            if (found[0].site.shared and not found[0].site.overwritten) or _holds_more(ids):
                 ids = _call(graph, "clone", ids, ())
         output.args = ((*output.args[0], ids),)
         graph.lint()
@@ -165,6 +166,14 @@ def kept(graph: fx.Graph, ids: fx.Node) -> fx.Node:
     """A copy of ids as they are where they are made."""
     with graph.inserting_after(ids):
         return _call(graph, "clone", ids, ())
+
+
+def _holds_more(ids: fx.Node) -> bool:
+    """Whether ids are a part of something larger (all experts in order, say), which would stay in memory with them."""
+    seen = value(ids)
+    if not isinstance(seen, torch.Tensor):
+        return False
+    return bool(plain(seen.untyped_storage().nbytes()) != product([*dims(ids), seen.dtype.itemsize]))
 
 
 def _flatten(graph: fx.Graph, occurrence: Occurrence) -> fx.Node:

@@ -231,7 +231,7 @@ class Backend:
         options: dict[str, Any],
     ) -> Compiled:
         device = _device_of(sites)
-        rewritten = rewrite(module, sites, device, owns_outputs(self.inner, options))
+        rewritten = rewrite(module, sites, device, owns_outputs(self.inner, module, options))
         if isinstance(rewritten, str):
             return self._leave(module, example_inputs, refused, record, options, rewritten)
         record.keep(module, rewritten.module)

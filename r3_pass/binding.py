@@ -107,9 +107,11 @@ class Binding:
         self._lay_out = lay_out
         self._compiled: dict[int, Sequence[GraphRecord]] = {}
         self._placements: dict[tuple[int, int], Placement] = {}
-        # Columns of placements that are gone, while a CUDA graph may still read them.
+        # Columns of placements that are gone, and what columns were copied from, while a CUDA graph may still read them.
         self._read_by_graphs: list[Tensor] = []
         self._all = torch.zeros(0, dtype=torch.int64)  # the columns of all stored layers
+        # Columns of launches that leave layers to record ops in graphs. CUDA graphs read them, so they live as long as the buffer.
+        self._some: dict[tuple[int, ...], Tensor] = {}
         self._deferred = Deferred(device)
         self.claim()
 
@@ -172,12 +174,13 @@ class Binding:
 
     def columns(self) -> list[Tensor]:
         """What record ops in captured CUDA graphs read beside the buffer."""
-        return [*(placement.columns for placement in self._placements.values()), self._all]
+        return [*(placement.columns for placement in self._placements.values()), self._all, *self._some.values()]
 
     def bind(self, buffer: Tensor, state: Tensor, calls: list[int]) -> None:
         """Rows go to this buffer from now on; `calls`, of its layers, were written in the running step already."""
         if self.captured:
-            self._read_by_graphs.append(self._all)
+            self._read_by_graphs.extend((self._all, *self._some.values()))
+        self._some.clear()
         self.buffer, self.state, self.calls, self.left = buffer, state, calls, calls.count(0)
         self._all = self._sent(range(len(calls)))
 
@@ -262,7 +265,10 @@ class Binding:
         if self.device.type == "cuda":
             from r3_pass.passes import kernels  # Triton is imported where there is a GPU only
 
-            columns = columns.pin_memory().to(self.device, non_blocking=True)
+            pinned = columns.pin_memory()
+            if torch.cuda.is_current_stream_capturing():
+                self._read_by_graphs.append(pinned)  # each replay copies it again
+            columns = pinned.to(self.device, non_blocking=True)
             kernels.prepare(columns)
         return columns
 
@@ -320,8 +326,14 @@ class Binding:
     def _write_deferred(self) -> None:
         """All layers have run, or the buffer is about to be another one."""
         if numbers := self._deferred.columns:
-            columns = self._all if len(numbers) == len(self._all) else self._sent(sorted(numbers))
+            columns = self._all if len(numbers) == len(self._all) else self._columns_of(tuple(sorted(numbers)))
             self._write(columns, self._deferred.take())
+
+    def _columns_of(self, numbers: tuple[int, ...]) -> Tensor:
+        known = self._some.get(numbers)
+        if known is None:
+            known = self._some[numbers] = self._sent(numbers)
+        return known
 
     def _write(self, columns: Tensor, ids: Sequence[Tensor]) -> None:
         assert self.buffer is not None, "placing laid it out"

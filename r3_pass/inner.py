@@ -32,13 +32,15 @@ def compile_with(
     return compiled
 
 
-def owns_outputs(inner: Inner, options: dict[str, Any]) -> bool:
+def owns_outputs(inner: Inner, module: fx.GraphModule, options: dict[str, Any]) -> bool:
     """Whether what each call returns stays as it is when the same compiled graph is called again: not in a CUDA graph's memory."""
     if inner in ("eager", "aot_eager"):
         return True
+    patches, config = _patches(options), torch._inductor.config
     return inner == "inductor" and not (
-        _patches(options).get("triton.cudagraphs", torch._inductor.config.triton.cudagraphs)
-        or torch._inductor.config.cpp_wrapper
+        patches.get("triton.cudagraphs", config.triton.cudagraphs)
+        or patches.get("cpp_wrapper", config.cpp_wrapper)
+        or getattr(module.meta.get("cudagraph_annotation"), "fwd", False)  # torch._dynamo.override_cudagraphs
     )
 
 

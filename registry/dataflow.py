@@ -10,6 +10,7 @@ Legend: T tokens in the step, E experts, K top-k.
 from __future__ import annotations
 
 import operator
+import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -50,6 +51,8 @@ _INLINED = frozenset({
     "wrap_with_set_grad_enabled", "wrap_with_autocast", "hints_wrapper", "dynamo_bypassing_wrapper",
 })  # fmt: skip
 """Higher-order operators whose graph runs exactly once where they stand: no branch, no loop, no backward beside it."""
+
+_VIEWS = frozenset({"view", "transpose", "permute", "expand", "t", "select", "narrow", "detach"})
 
 CONTRACTIONS = frozenset({
     "linear", "matmul", "mm", "bmm", "mv", "addmm", "baddbmm", "einsum", "tensordot", "bilinear", "grouped_mm", "scaled_mm",
@@ -205,6 +208,12 @@ def _is_sort(node: fx.Node) -> bool:
     return spelling(node) in ("sort", "argsort") and node.kwargs.get("out") is None
 
 
+def _is_unread(node: fx.Node) -> bool:
+    """Whether a node calls Python of somebody else (`torch.compiler.allow_in_graph`), which may keep what it is given."""
+    target = node.target
+    return isinstance(target, types.FunctionType) and target.__module__.partition(".")[0] != "torch"
+
+
 class DataFlow:
     """Producers and consumers of every value in a graph and in the graphs nested in it.
 
@@ -279,16 +288,7 @@ class DataFlow:
                 or not isinstance(node.args[0], fx.Node)
             ):
                 return
-            viewing = spelling(node) in (
-                "view",
-                "transpose",
-                "permute",
-                "expand",
-                "t",
-                "select",
-                "narrow",
-                "detach",
-            ) or (
+            viewing = spelling(node) in _VIEWS or (
                 spelling(node) == "getitem"
                 and is_tensor(node.args[0])
                 and not any(is_tensor(n) for n in node.all_input_nodes[1:])
@@ -310,9 +310,15 @@ class DataFlow:
         return producer.kwargs.get("out") is not None or bool(self._writers(node)[0])
 
     def shared(self, node: fx.Node) -> bool:
-        """Whether others may write to the value's memory after the graph: it is an argument's, or among what the graph returns."""
+        """Whether others may write to the value's memory after the graph.
+
+        It is an argument's, it is among what the graph returns, or a Python function that was not traced had it.
+        """
         _, reached = self._writers(node)
-        return any(n in self.outputs or n.op in ("placeholder", "get_attr") for n in reached)
+        return any(
+            n in self.outputs or n.op in ("placeholder", "get_attr") or any(_is_unread(user) for user in self.users(n))
+            for n in reached
+        )
 
     def overwritten_unseen(self, node: fx.Node) -> fx.Node | None:
         """The custom operator or kernel that may change the value in place before it is read again, in a way no graph shows."""
@@ -326,7 +332,7 @@ class DataFlow:
     def _writers(self, node: fx.Node) -> tuple[list[fx.Node], set[fx.Node]]:
         """Operators that write, after a value was made, to what may share its memory; and all that may.
 
-        Anything integer that is made of it counts: casts that do nothing and views of all kinds do.
+        Anything integer that is made of it counts: casts that do nothing and views of all kinds do. So do views as another type.
         """
         reached, stack = {node, *self._bases(node)}, [node]
         while stack:
@@ -334,7 +340,7 @@ class DataFlow:
                 seen = value(user)
                 if user in reached or _is_sort(user) or spelling(user) in CREATION:
                     continue
-                if is_tensor(user) and seen.dtype.is_floating_point:
+                if is_tensor(user) and seen.dtype.is_floating_point and spelling(user) not in _VIEWS:
                     continue
                 reached.add(user)
                 stack.append(user)

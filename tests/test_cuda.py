@@ -223,6 +223,60 @@ def test_layers_in_cuda_graphs_of_their_own() -> None:
     session.detach()
 
 
+class Pairs(Decoder):
+    def pair(self, x: Tensor) -> Tensor:
+        return self.layers[2](self.layers[1](x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[3](self.pair(self.layers[0](x)))
+
+
+@pytest.mark.parametrize("warm", [1, 3])
+def test_captured_layers_beside_a_graph_of_two(warm: int) -> None:
+    """The launch of some layers reads columns and addresses of its own, at every replay."""
+    torch.manual_seed(0)
+    model = Pairs().cuda().requires_grad_(False)
+    plain = copy.deepcopy(model)
+    backend = r3_pass.backend("eager")
+    model.pair = torch.compile(model.pair, backend=backend)
+    for layer in (model.layers[0], model.layers[3]):
+        layer.compile(backend=backend)
+    session = r3_pass.runtime.attach(model, backend=backend, num_slots=SLOTS)
+    static, padding = torch.randn(16, HIDDEN, device="cuda"), np.full(16, -1)
+    for _ in range(warm):
+        with session.step(padding):
+            model(static)
+    graphs: list[tuple[torch.cuda.CUDAGraph, Tensor]] = []
+    for _ in range(2):
+        graph = torch.cuda.CUDAGraph()
+        with session.step(padding), torch.cuda.graph(graph, pool=graphs[0][0].pool() if graphs else None):
+            graphs.append((graph, model(static)))
+    torch.cuda.synchronize()
+    others = [torch.zeros(1024, dtype=torch.int64, device="cuda") for _ in range(200)]
+    others += [torch.full((64,), 9).pin_memory() for _ in range(200)]
+    for number in range(4):
+        static.copy_(torch.randn(16, HIDDEN, device="cuda"))
+        with session.step(np.arange(16), [Segment(number, 0, 16)]):
+            graphs[number % 2][0].replay()
+        assert (session.finish(number, 17) == truth(plain, static)).all()
+    session.detach()
+
+
+def test_another_default_device() -> None:
+    model = build()
+    plain = copy.deepcopy(model)
+    session = by_layer(model, "eager")
+    torch.set_default_device("cuda")
+    try:
+        x = torch.randn(16, HIDDEN)
+        with session.step(np.arange(16)):
+            model(x)
+    finally:
+        torch.set_default_device(None)
+    assert (session.read(np.arange(16)) == truth(plain, x)).all()
+    session.detach()
+
+
 def test_layers_on_two_streams() -> None:
     """The launch waits for both, and nobody gets the ids' memory before it is over."""
     model = build()

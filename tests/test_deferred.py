@@ -14,6 +14,7 @@ import torch
 from backend import operators
 from decoder import D, Decoder, Moe, decoder, prompt, truth
 from torch import Tensor, fx, nn
+from torch.fx import symbolic_trace
 
 import r3_pass
 from r3_pass import streams
@@ -105,12 +106,21 @@ def test_a_compiler_that_is_not_known(launches: list[list[int]]) -> None:
         ("inductor", {"mode": "reduce-overhead"}, False),
         ("inductor", {"options": {"triton.cudagraphs": True}}, False),
         ("inductor", {"mode": "max-autotune-no-cudagraphs"}, True),
+        ("inductor", {"options": {"cpp_wrapper": True}}, False),
         ("cudagraphs", {}, False),
         (StaticOutputs(), {}, False),
     ],
 )
 def test_whose_outputs_stay(inner: Any, options: dict[str, Any], owns: bool) -> None:
-    assert owns_outputs(inner, options) is owns
+    assert owns_outputs(inner, symbolic_trace(lambda x: x), options) is owns
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_cuda_graphs_that_an_annotation_turns_on(on: bool) -> None:
+    """`torch._dynamo.override_cudagraphs` tells Inductor so by the graph, whatever the options say."""
+    module = symbolic_trace(lambda x: x)
+    module.meta["cudagraph_annotation"] = SimpleNamespace(fwd=on, bwd=None)
+    assert owns_outputs("inductor", module, {}) is not on
 
 
 # ---- ids that others may write to -----------------------------------------------------------------------------------
@@ -160,6 +170,157 @@ def test_ids_that_the_caller_changes(kind: Any, inner: str, launches: list[list[
     session = r3_pass.runtime.attach(model, backend=backend, num_slots=SLOTS)
     assert (step(session, model, prompt(T)) == want).all()
     assert launches == [[0, 1]]
+    session.detach()
+
+
+KEPT: list[Tensor] = []
+
+
+@torch.compiler.allow_in_graph
+def keep(ids: Tensor) -> Tensor:
+    KEPT.append(ids)
+    return ids + 0
+
+
+class Leaks(Moe):
+    """The ids get out on a way of their own, and are used up before the next layer runs."""
+
+    def __init__(self, top_k: int, how: str) -> None:
+        super().__init__(top_k=top_k)
+        self.how = how
+        self.register_buffer("last", torch.zeros(1, dtype=torch.int64))
+        self.held: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, D)
+        weights, ids = torch.topk(self.gate(flat).softmax(-1), self.top_k, dim=-1)
+        hidden = torch.relu(torch.einsum("td,tkfd->tkf", flat, self.up[ids]))
+        out = torch.einsum("tkf,tkdf,tk->td", hidden, self.down[ids], weights).view(x.shape)
+        if self.how == "data of a buffer":
+            self.last.data = ids
+        elif self.how == "buffer":
+            self.last = ids
+        elif self.how == "other type":
+            self.held = ids.view(torch.float64).t()
+        elif self.how == "numpy":
+            self.held = ids.numpy()
+        elif self.how == "Python that is not traced":
+            out = out + 0 * keep(ids).sum()
+        return out
+
+    def spoil(self) -> None:
+        for held in (self.last, self.held, *KEPT):
+            if isinstance(held, np.ndarray):
+                held[...] = 7
+            elif held is not None:
+                (held.t().view(torch.int64) if held.is_floating_point() else held).fill_(7)
+
+
+class Spoils(Decoder):
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+            if isinstance(layer.mlp, Leaks):
+                layer.mlp.spoil()
+        return self.head(x)
+
+
+@pytest.mark.parametrize(
+    ("how", "inner"),
+    [
+        ("data of a buffer", "eager"),
+        ("data of a buffer", "aot_eager"),
+        pytest.param("data of a buffer", "inductor", marks=pytest.mark.inductor),
+        ("buffer", "eager"),
+        ("other type", "eager"),
+        ("numpy", "eager"),
+        ("Python that is not traced", "eager"),
+    ],
+)
+def test_ids_that_get_out(how: str, inner: str) -> None:
+    torch.manual_seed(0)
+    model = Spoils(layers=4, moe=lambda k: Leaks(k, how)).eval().requires_grad_(False)
+    want = truth(model, prompt(T))
+    session = by_layer(model, inner)
+    for _ in range(2):
+        KEPT.clear()
+        assert (step(session, model, prompt(T)) == want).all()
+    session.detach()
+
+
+class Sorts(Moe):
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, D)
+        weights, ids = torch.sort(self.gate(flat).softmax(-1), dim=-1, descending=True)
+        weights, ids = weights[:, : self.top_k], ids[:, : self.top_k]
+        hidden = torch.relu(torch.einsum("td,tkfd->tkf", flat, self.up[ids]))
+        return torch.einsum("tkf,tkdf,tk->td", hidden, self.down[ids], weights).view(x.shape)
+
+
+@pytest.mark.parametrize("kind", [Sorts, Moe])
+def test_no_more_is_kept_than_the_ids(kind: type[Moe], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the order of all experts, for every layer until the last one has run."""
+    model = decoder(layers=3, moe=lambda k: kind(top_k=k))
+    session = by_layer(model, "eager")
+    kept: list[int] = []
+    add = Deferred.add
+
+    def watched(self: Deferred, column: int, ids: Tensor) -> bool:
+        kept.append(ids.untyped_storage().nbytes())
+        return add(self, column, ids)
+
+    monkeypatch.setattr(Deferred, "add", watched)
+    for tokens in (T, 4):  # the second one with dynamic shapes
+        assert (step(session, model, prompt(tokens)) == truth(model, prompt(tokens))).all()
+    assert kept == [T * 2 * 8] * 2 + [4 * 2 * 8] * 2
+    session.detach()
+
+
+def test_another_default_device() -> None:
+    model = decoder(layers=4)
+    session = by_layer(model, "eager")
+    ids = prompt(T)
+    step(session, model, ids)
+    with torch.no_grad(), session.step(range(T)), torch.device("meta"):
+        model(ids)
+    assert (session.read(range(T)) == truth(model, ids)).all()
+    session.detach()
+
+
+class Pairs(Decoder):
+    """Two blocks run as one function."""
+
+    def pair(self, x: Tensor) -> Tensor:
+        return self.layers[2](self.layers[1](x))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.pair(self.layers[0](self.embed(ids)))
+        for layer in self.layers[3:]:
+            x = layer(x)
+        return self.head(x)
+
+
+def test_layers_beside_a_graph_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two are recorded in their graph. The launch of the others reads columns that live on, for CUDA graphs read them again."""
+    torch.manual_seed(0)
+    model = Pairs(layers=6).eval().requires_grad_(False)
+    backend = r3_pass.backend("eager")
+    model.pair = torch.compile(model.pair, backend=backend)
+    for layer in (model.layers[0], *model.layers[3:]):
+        layer.compile(backend=backend)
+    session = r3_pass.runtime.attach(model, backend=backend, num_slots=SLOTS)
+    read: list[Tensor] = []
+    write = ops.write
+
+    def watched(buffer: Tensor, state: Tensor, slots: Tensor, columns: Tensor, ids: Sequence[Tensor]) -> None:
+        read.append(columns)
+        write(buffer, state, slots, columns, ids)
+
+    monkeypatch.setattr(ops, "write", watched)
+    for seed in range(3):
+        assert (step(session, model, prompt(T, seed)) == truth(model, prompt(T, seed))).all()
+    assert read[0].tolist() == [2, 3, 4] and len(read) == 3 and all(columns is read[0] for columns in read)
     session.detach()
 
 
