@@ -158,7 +158,7 @@ class Session:
 
     # ---- steps --------------------------------------------------------------------------------------------------
     def step(self, slot_mapping: Slots, segments: SegmentBatch | Iterable[Segment] | None = None) -> Step:
-        """Around exactly one forward of the model.
+        """Around exactly one forward of the model. Rows are written at its end: in the middle of it slots have those from before.
 
         Args:
             slot_mapping: int [T], KV slot of each token in flattened order, -1 for padding; on the host, or on the model's device.
