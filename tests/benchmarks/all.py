@@ -37,9 +37,9 @@ class Benchmark:
 
 
 BENCHMARKS = {
-    "host": Benchmark("host_cost.py", (), 1, 90),
-    "memory": Benchmark("memory_cost.py", (), 1, 75),
-    "capture": Benchmark("capture_cost.py", (), 1, 280),
+    "host": Benchmark("host_cost.py", (), 1, 60),
+    "memory": Benchmark("memory_cost.py", (), 1, 60),
+    "capture": Benchmark("capture_cost.py", (), 1, 320),
     "router": Benchmark("router_cost.py", ("--tokens", "256"), 1, 120),
     "forward-blocks": Benchmark("forward_cost.py", ("--parts", "blocks", "--layers", "48"), 2, 120),
     "serving": Benchmark("serving_cost.py", ("--requests", "256", "--seconds", "100"), 2, 280),

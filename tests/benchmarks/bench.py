@@ -76,9 +76,10 @@ class Bench:
 
     def __init__(self, given: argparse.Namespace) -> None:
         torch.backends.cuda.matmul.allow_tf32 = False
-        # Variants are compared by what they do, not by luck: Inductor times configurations of a kernel in each compilation, and the
-        # same text has come out at 3.6 us in one and 7.6 in the next.
+        # Variants are compared by what they do, not by luck: Inductor times configurations of small kernels in each compilation (by
+        # the host, where launches take longer), and the same text has come out at 1.2 us in one and 5.7 in the next.
         inductor.triton.autotune_pointwise = False
+        inductor.deterministic = True
         if given.tiny:
             torch.set_num_threads(1)  # its products are too small to be shared among threads
         self.given = given
