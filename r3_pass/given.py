@@ -136,15 +136,20 @@ class Given:
                 f"an expert that does not exist (there are {experts})": (ids >= (experts or 1 << 31)).any(-1),
                 f"other than {top_k} experts": (count > 0) & (count != top_k),
             }
-            self._drop(column, layer, wrong)
+            self._drop(column, layer, top_k, wrong)
         self._refuse_constant(column, layer, experts, top_k)
         self._checked.add(column)
 
-    def _drop(self, column: int, layer: int, wrong: dict[str, Tensor]) -> None:
+    def _drop(self, column: int, layer: int, top_k: int, wrong: dict[str, Tensor]) -> None:
         """Leave a layer's bad rows to the live router, or raise."""
         bad = torch.stack(list(wrong.values())).any(0)
         count = int(bad.sum())
         if self.on_bad_row == "error":
+            if self.summary.most[column] and (fewest := self.summary.fewest[column]) > top_k:
+                raise InvalidRoutes(
+                    f"layer {layer} (routes[..., {column}, :]) chooses {top_k} experts for a token, and each row there has "
+                    f"{fewest} or more: the routes are those of another model, or of another layer."
+                )
             what, mask = next((what, mask) for what, mask in wrong.items() if bool(mask.any()))
             row = int(mask.nonzero()[0])
             raise InvalidRoutes(

@@ -301,3 +301,11 @@ def test_nothing_is_waited_for_on_a_gpu() -> None:
     assert given.summary == Given(routes).summary
     assert not done.query()
     torch.cuda.synchronize()
+
+
+def test_rows_of_a_router_that_chooses_more() -> None:
+    """Another model's routes: not one bad row, and so not told as one."""
+    routes = torch.stack([random_ids(9, E, 4, seed=n, live=0) for n in range(2)], 1)
+    told = "layer 0 .*chooses 3 experts for a token, and each row there has 4 or more"
+    with pytest.raises(InvalidRoutes, match=told):
+        Given(routes).check(0, 0, E, 3)

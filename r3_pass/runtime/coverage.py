@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from r3_pass.binding import Binding
 from r3_pass.errors import NoRouterFound, PartialCapture, RefusedConfiguration
 from r3_pass.places import goes_through
-from r3_pass.report import GraphRecord, Report
+from r3_pass.report import GraphRecord
 from r3_pass.structure import Block, numbered
 
 Reasons = Callable[[Block], str]
@@ -15,11 +15,11 @@ Reasons = Callable[[Block], str]
 
 _ADVICE = (
     "Call the compiled model inside the step, not the model itself, and once. "
-    "Run r3_pass.explain(model, ...) for every candidate. A layer whose graph did not run fell back to eager: a graph "
-    "break inside it (a hook on its gate makes one, such as transformers' for output_router_logits=True where blocks are "
-    "compiled by themselves), a disabled region, a call that bypassed the compiled wrapper, or Dynamo's recompilation limit "
-    "(torch._dynamo.config.recompile_limit); where that was reached before the session was attached (by an engine that served with "
-    "this backend, say): torch._dynamo.reset(), then run the step again."
+    "Run r3_pass.explain(model, ...) for every candidate. A layer whose graph did not run was not compiled with this backend "
+    "(layer.compile(backend=backend), each of them), or fell back to eager: a graph break inside it (a hook on its gate makes "
+    "one, such as transformers' for output_router_logits=True where blocks are compiled by themselves), a disabled region, a "
+    "call that bypassed the compiled wrapper, or Dynamo's recompilation limit, of which it warns once: set a higher "
+    "torch._dynamo.config.recompile_limit, call torch._dynamo.reset(), and run the step again."
 )
 _NEVER = (
     "Nothing of this model that r3_pass compiled has run yet. Compile it with torch.compile(model, "
@@ -35,13 +35,14 @@ def reasons_of(graphs: Callable[[], Iterable[GraphRecord]]) -> Reasons:
     """What the graphs that are known by then say of a layer's candidates."""
 
     def why(block: Block) -> str:
-        nodes: dict[str, list[str]] = {}
-        report = Report(tuple(graphs()))
-        seen = [(e.graph, e.module) for e in report.sites] + [(e.graph, e.module) for e in report.rejected]
-        whole = {graph for graph, module in seen if numbered(f"{module}.")}
-        for entry in report.rejected:
-            if goes_through(entry.module, block) or entry.graph not in whole:  # a graph of one layer may serve any
-                nodes.setdefault(entry.reason, []).append(entry.node)
+        nodes: dict[str, dict[str, None]] = {}
+        for record in graphs():
+            sites, rejected = record.sites(), record.rejected()
+            # A graph of one layer may serve any; what it rejects says nothing of others where it shows a router.
+            any_layer = not sites and not any(numbered(f"{entry.module}.") for entry in rejected)
+            for entry in rejected:
+                if any_layer or goes_through(entry.module, block):
+                    nodes.setdefault(entry.reason, {})[entry.node] = None
         return "; ".join(f"{', '.join(names)} rejected: {reason}" for reason, names in nodes.items())
 
     return why

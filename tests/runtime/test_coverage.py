@@ -87,3 +87,25 @@ def test_no_missing_layer_is_left_out() -> None:
     """Not the first few of them: whoever compiled 40 of 62 layers has to see which."""
     text = failure(Hidden, 2, per_layer=True, layers=24)
     assert [int(n) for n in re.findall(r"^  layer (\d+):", text, re.M)] == [1, *range(3, 24)]
+
+
+def test_a_layer_that_was_not_compiled_is_not_charged_with_what_another_rejects() -> None:
+    """The sort of the experts' tokens stands in a graph of layer 1, which routes: it says nothing of layer 2."""
+
+    class Sorted(Moe):
+        def forward(self, x: Tensor) -> Tensor:
+            order = x.reshape(-1, x.shape[-1]).sum(-1).sort().indices
+            return super().forward(x) + order.float().mean() * 1e-6
+
+    model, backend = decoder(layers=3, moe=lambda _: Sorted()), r3_pass.backend("eager")
+    model.layers[1].compile(backend=backend)
+    with torch.no_grad():
+        model(prompt(4))  # a graph that no step runs, and that so names no layer
+    session = r3_pass.runtime.attach(model, backend=backend, num_slots=16)
+    with torch.no_grad(), pytest.raises(r3_pass.PartialCapture) as error, session.step(range(5)):
+        model(prompt(5))
+    assert any("sort" in entry.node for entry in session.report().rejected)
+    line = next(line for line in str(error.value).splitlines() if "layer 2:" in line)
+    assert line.endswith("no graph of it that routes ran")
+    assert "not compiled with this backend" in str(error.value)
+    session.detach()
