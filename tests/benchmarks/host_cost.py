@@ -183,7 +183,8 @@ def main() -> None:
         compiled = torch.compile(model, backend=r3_pass.backend("eager"), dynamic=True)
         rows = [measure(bench, name, geometry, compiled, context) for context in given.contexts]
         longest, shortest = (choose(rows, key=lambda row: row["context"])["step"] for choose in (max, min))
-        bench.bar(f"a step at the longest context / at the shortest, {name}", longest / shortest, "<=", FLAT)
+        if len(rows) > 1:
+            bench.bar(f"a step at the longest context / at the shortest, {name}", longest / shortest, "<=", FLAT)
     print(
         table(
             ["geometry", "context", "off", "enter", "leave", "step in all", "mean", "floor", "per-request loop", "loop / step"],
