@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import numpy as np
@@ -37,7 +37,7 @@ class Given:
     Attributes:
         routes: int32 [L, R, K].
         rows: R.
-        sequences: B of padded [B, S, L, K]; None for flat rows.
+        sequences: B of padded [B, S, L, K]; None for flat rows. positions: S.
         fallback: rows of each of L layers that were bad and went to the live router.
 
     Raises: InvalidRoutes if the array has another shape or dtype.
@@ -55,6 +55,7 @@ class Given:
         self.on_bad_row = on_bad_row
         given = _integers(routes)
         self.sequences = int(given.shape[0]) if given.dim() == 4 else None
+        self.positions = int(given.shape[1]) if given.dim() == 4 else None
         given = given.flatten(0, 1) if given.dim() == 4 else given
         self.rows, self.layers, self.columns = map(int, given.shape)
         self._made_on: streams.Raw | None = None
@@ -105,6 +106,23 @@ class Given:
         return torch.equal(self.routes, other.routes.to(self.routes.device))
 
     # ---- checks -------------------------------------------------------------------------------------------------
+    def check_order(self, leading: Iterable[tuple[int, int]]) -> None:
+        """Hold padded routes [B, S, ...] against how the forward's tokens lie.
+
+        Args:
+            leading: the first two sizes of what a graph was given a row of for each token.
+
+        Raises: InvalidRoutes if they are [S, B] there: rows would go to other tokens.
+        """
+        mine = self.sequences, self.positions
+        found = set(leading)
+        if 1 not in mine and mine not in found and (swapped := (self.positions, self.sequences)) in found:
+            raise InvalidRoutes(
+                f"the routes are {list(mine)} sequences and positions, and the forward's tokens lie as {list(swapped)}: rows would "
+                "go to other tokens. Give padded routes in the order of the forward's tokens (routes.swapaxes(0, 1)), or flat ones "
+                "[tokens, layers, top_k]."
+            )
+
     def check(self, column: int, layer: int, experts: int, top_k: int) -> None:
         """Check one layer's rows against what its router can choose; once per layer.
 

@@ -226,6 +226,7 @@ class ForcedGraph:
         self.device = device
         replays.device = device
         self._tokens = _token_counter(module, made.tokens)
+        self._data = _data(module)
         self.placed: dict[tuple[int, Place], None] = {}
 
     def __call__(self, *args: Any) -> Any:
@@ -271,7 +272,11 @@ class ForcedGraph:
         placement = binding.place(self.witnesses, weights, self.placed)
         if placement.problems:
             raise RefusedConfiguration("replay: " + "; ".join(placement.problems))
-        block = replay.block(self, binding, placement, self._tokens(args))
+        tokens = self._tokens(args)
+        if replay.given.sequences is not None:
+            shapes = (args[n].shape[:2] for n in self._data)
+            replay.given.check_order((rows, columns) for rows, columns in shapes if rows * columns == tokens)
+        block = replay.block(self, binding, placement, tokens)
         results = self.forced(*args, block)
         if not recomputes:
             layers = [binding.layers[m] for m in placement.stored]
@@ -279,6 +284,14 @@ class ForcedGraph:
                 replay.forwards.update(layers)
                 self.replays.forwards.update(layers)
         return results
+
+
+def _data(module: fx.GraphModule) -> tuple[int, ...]:
+    """Which arguments are tensors of two dimensions and more, and no weights."""
+    seen = [value(n) for n in module.graph.nodes if n.op == "placeholder"]
+    return tuple(
+        n for n, v in enumerate(seen) if isinstance(v, Tensor) and v.dim() > 1 and not isinstance(v, nn.Parameter)
+    )
 
 
 def _token_counter(module: fx.GraphModule, tokens: Any) -> Callable[[Sequence[Any]], int]:

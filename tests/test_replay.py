@@ -64,6 +64,29 @@ def test_loss_and_gradients_are_those_of_the_forced_eager_model(inner: str) -> N
     assert backend.report().replayed == {1: 1, 2: 1}
 
 
+@pytest.mark.parametrize("parts", ["model", "layers", "mlps"])
+@pytest.mark.parametrize(("batch", "positions", "told"), [(2, 3, True), (1, 6, False), (6, 1, False)])
+def test_sequences_and_positions_swapped(parts: str, batch: int, positions: int, told: bool) -> None:
+    """Rows by position would go to other tokens; where one of the two is 1 the order is the same."""
+    model, ids = make(), prompt(batch * positions).view(batch, positions)
+    routes = routes_for(tokens=batch * positions)
+    backend = r3_pass.backend("eager", mode="replay")
+    call: Any = model
+    if parts == "model":
+        call = torch.compile(model, backend=backend)
+    for block in model.layers if parts != "model" else ():
+        (block if parts == "layers" else block.mlp).compile(backend=backend)
+    want = oracle(model, ids, routes)
+    padded = routes.view(batch, positions, 3, 2)
+    check(replayed(backend, lambda: call(ids), model, padded, model=model), want)
+    swapped = padded.transpose(0, 1)
+    if told:
+        with pytest.raises(r3_pass.InvalidRoutes, match=r"\[3, 2\] sequences and positions.*lie as \[2, 3\].*swapaxes"):
+            replayed(backend, lambda: call(ids), model, swapped, model=model)
+    else:
+        check(replayed(backend, lambda: call(ids), model, swapped, model=model), want)
+
+
 @pytest.mark.inductor
 def test_inductor() -> None:
     model, ids, routes = make(layers=2), prompt(T), routes_for()[:, :2]
