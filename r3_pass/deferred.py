@@ -40,38 +40,43 @@ class Deferred:
 
         Raises: RefusedConfiguration if this layer and those before it are not in the same CUDA graph.
         """
-        if self._device.type == "cuda" and not self._joins():
-            return False
+        if self._device.type == "cuda":
+            if self._apart:
+                return False
+            capture = self._meet()
+            if capture < 0:
+                return False
+            self._capture = capture
         self.columns.append(column)
         self._ids.append(ids)
         return True
 
     def take(self) -> list[Tensor]:
-        """All of them, in ascending order of columns; nothing is kept."""
+        """All of them, in ascending order of columns; nothing is kept. For a launch here and now.
+
+        Raises: as `add`, if that would be in another CUDA graph: the layer that ran last may be one of a graph that records itself.
+        """
+        if self._device.type == "cuda" and self._ids:
+            self._meet()
         order = sorted(range(len(self.columns)), key=self.columns.__getitem__)
         ids = [self._ids[n] for n in order]
         self.clear()
         return ids
 
-    def _joins(self) -> bool:
-        """Whether what runs now can share a launch with those before it."""
+    def _meet(self) -> int:
+        """Have what runs now come after what was handed in. Returns: the capture that it is in, as `streams.capture`."""
         stream = streams.current(self._device)
         capture = streams.capture(stream) if torch.cuda.is_current_stream_capturing() else 0
-        if capture and (self._apart or capture < 0):
-            return False
-        if not self._ids:
-            self._capture, self._stream = capture, stream
-        elif capture != self._capture:
+        if self._ids and capture != self._capture:
             self._apart = True
             raise RefusedConfiguration(
                 "the layers of one forward are captured in several CUDA graphs, or some of them in none. One launch writes the "
                 "rows of all layers that are compiled by themselves, so one graph must hold it and all of them. From now on this "
-                "session writes each captured layer by itself: discard the graphs of this forward, and capture them again in a new "
-                "step."
+                "session writes each of them by itself: discard the graphs of this forward, and capture them again in a new step."
             )
-        elif stream != self._stream:  # the launch comes after both
+        if self._ids and stream != self._stream:  # the launch comes after both
             streams.order(stream, self._stream, self._device)
             for kept in self._ids:
                 kept.record_stream(streams.stream(stream, self._device))
-            self._stream = stream
-        return True
+        self._stream = stream
+        return capture

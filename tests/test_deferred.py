@@ -451,10 +451,27 @@ def test_layers_in_graphs_of_their_own(gpu: Gpu, first: int, second: int) -> Non
     ):
         deferred.add(1, gpu.ids())
     deferred.clear()
-    for gpu.capture in (5, 6):
+    for gpu.capture in (5, 6, 0):  # what runs in no graph, too: the last layer may be in one, and so the launch
         assert not deferred.add(0, gpu.ids()) and not deferred.columns
-    gpu.capture = 0
-    assert deferred.add(0, gpu.ids()) and deferred.columns == [0]
+
+
+@pytest.mark.parametrize(("layers", "launch"), [(0, 6), (5, 0), (5, 6), (0, -1)])
+def test_a_launch_in_another_graph_than_its_layers(gpu: Gpu, layers: int, launch: int) -> None:
+    """The layer that ran last records itself, in a CUDA graph that does not hold those before it."""
+    deferred = Deferred(torch.device("cuda", 0))
+    gpu.capture = layers
+    assert deferred.add(0, gpu.ids())
+    gpu.capture = launch
+    with pytest.raises(r3_pass.RefusedConfiguration, match="several CUDA graphs"):
+        deferred.take()
+
+
+def test_a_launch_on_another_stream_than_its_layers(gpu: Gpu) -> None:
+    deferred = Deferred(torch.device("cuda", 0))
+    deferred.add(0, gpu.ids())
+    gpu.stream = 2
+    assert len(deferred.take()) == 1
+    assert gpu.ordered == [(2, 1)] and gpu.recorded == [2]
 
 
 def test_one_graph_holds_all_layers(gpu: Gpu) -> None:
