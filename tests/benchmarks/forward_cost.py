@@ -11,6 +11,7 @@ and a ratio is the median over the rounds of each round's own, of the median cap
     off      the compiler without r3_pass
     on       r3_pass.backend(), in a step whose rows go to their requests: ids of all layers recorded, and written to the host
     fused    r3_pass.backend(fuse_router=True), the same
+    again    "off" in an engine of its own: what two engines differ by without r3_pass
 
 `--parts model` compiles the model as one, for this one batch size (minutes for each of four compilations of 48 layers, so 8 is the
 default); `--parts blocks` compiles each layer's MoE block by itself, whose graph serves all layers, and leaves the rest eager.
@@ -187,7 +188,7 @@ def measure(bench: Bench, model: Any, bandwidth: float) -> None:
             row["rows that differ from on"] = int((rows["fused"] != rows["on"]).any((1, 2)).sum())
         row["all, ms"] = times
         bench.add("forward", row)
-        if len(pair) == 2:
+        if variant in LIMITS and len(pair) == 2:
             must, limit = LIMITS[variant]
             explain = {name: one.replay for name, one in pair.items()}
             figure = f"decode forward, {given.layers} layers, compiled {_compiled(given.parts)}, {variant} / off"
