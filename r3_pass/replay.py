@@ -273,9 +273,7 @@ class ForcedGraph:
         if placement.problems:
             raise RefusedConfiguration("replay: " + "; ".join(placement.problems))
         tokens = self._tokens(args)
-        if replay.given.sequences is not None:
-            shapes = (args[n].shape[:2] for n in self._data)
-            replay.given.check_order((rows, columns) for rows, columns in shapes if rows * columns == tokens)
+        replay.given.check_order(tokens, (tuple(args[n].shape[:2]) for n in self._data))
         block = replay.block(self, binding, placement, tokens)
         results = self.forced(*args, block)
         if not recomputes:
@@ -287,11 +285,9 @@ class ForcedGraph:
 
 
 def _data(module: fx.GraphModule) -> tuple[int, ...]:
-    """Which arguments are tensors of two dimensions and more, and no weights."""
+    """Which arguments are tensors, and no weights."""
     seen = [value(n) for n in module.graph.nodes if n.op == "placeholder"]
-    return tuple(
-        n for n, v in enumerate(seen) if isinstance(v, Tensor) and v.dim() > 1 and not isinstance(v, nn.Parameter)
-    )
+    return tuple(n for n, v in enumerate(seen) if isinstance(v, Tensor) and v.dim() and not isinstance(v, nn.Parameter))
 
 
 def _token_counter(module: fx.GraphModule, tokens: Any) -> Callable[[Sequence[Any]], int]:
