@@ -37,7 +37,8 @@ _ADVICE = (
     "Compile the blocks that route so that their graphs run in training, too (each MoE block by itself: "
     "block.mlp.compile(backend=backend)), and pass model= to replay(); r3_pass.explain(model, ...) and "
     "backend.report() say what was seen. A hook on a gate breaks the graph of a block between its top-k and its experts: "
-    "transformers sets one for output_router_logits=True, which works in a model that is compiled whole only"
+    "transformers sets one for output_router_logits=True, which works in a model that is compiled whole only. So does a loop over "
+    "the experts (torch.where(ids == e) for each), unless torch._dynamo.config.capture_dynamic_output_shape_ops is True"
 )
 
 
