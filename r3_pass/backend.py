@@ -354,15 +354,19 @@ def backend(inner: Inner = "inductor", *, mode: Mode = "record", fuse_router: bo
             not. Weights are then equal up to rounding, not bit for bit, and so are ids where the margin is more than
             `r3_pass.passes.router.MARGIN`. For inference: with mode="record", and no gradients.
 
-    Raises: RefusedConfiguration if Dynamo knows no backend of that name, or for fuse_router with another mode; ValueError for
-        an unknown mode.
+    Raises: RefusedConfiguration if Dynamo knows no backend of that name, if it is one of r3_pass, or for fuse_router with another
+        mode; ValueError for an unknown mode.
     """
     if not isinstance(inner, str) and not callable(inner):
         raise ValueError(f"inner is the name of a Dynamo backend or a backend, got {inner!r}")
-    if isinstance(inner, str) and inner not in (known := torch._dynamo.list_backends(exclude_tags=())):
+    if isinstance(inner, Backend) or inner in (r3_pass, "r3_pass"):
         raise RefusedConfiguration(
-            f"inner={inner!r} is no Dynamo backend that is registered here. Known are {', '.join(known)}."
+            "inner= is what compiles the rewritten graph, and r3_pass's own backend is what rewrites it: a graph would be recorded "
+            'twice. Give the backend behind it, "inductor" (the default) or another.'
         )
+    if isinstance(inner, str) and inner not in (known := torch._dynamo.list_backends(exclude_tags=())):
+        names = ", ".join(name for name in known if name != "r3_pass" and not name.endswith("_TESTING_ONLY"))
+        raise RefusedConfiguration(f"inner={inner!r} is no Dynamo backend that is registered here. Known are {names}.")
     if mode not in ("record", "replay", "both"):
         raise ValueError(f"mode is 'record', 'replay' or 'both', got {mode!r}")
     if fuse_router and mode != "record":

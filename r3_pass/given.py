@@ -106,22 +106,35 @@ class Given:
         return torch.equal(self.routes, other.routes.to(self.routes.device))
 
     # ---- checks -------------------------------------------------------------------------------------------------
-    def check_order(self, leading: Iterable[tuple[int, int]]) -> None:
-        """Hold padded routes [B, S, ...] against how the forward's tokens lie.
+    def check_order(self, tokens: int, leading: Iterable[tuple[int, ...]]) -> None:
+        """Hold rows against how the forward's tokens lie.
 
         Args:
-            leading: the first two sizes of what a graph was given a row of for each token.
+            tokens: T.
+            leading: the first two sizes of each tensor that a graph was given; of a vector, its one.
 
-        Raises: InvalidRoutes if they are [S, B] there: rows would go to other tokens.
+        Raises: InvalidRoutes if rows would go to other tokens: padded routes [B, S, ...] of tokens that lie as [S, B]; T - 1 flat
+            rows, one sequence's, of tokens that lie as several sequences.
         """
-        mine = self.sequences, self.positions
-        found = set(leading)
-        if 1 not in mine and mine not in found and (swapped := (self.positions, self.sequences)) in found:
-            raise InvalidRoutes(
-                f"the routes are {list(mine)} sequences and positions, and the forward's tokens lie as {list(swapped)}: rows would "
-                "go to other tokens. Give padded routes in the order of the forward's tokens (routes.swapaxes(0, 1)), or flat ones "
-                "[tokens, layers, top_k]."
-            )
+        if self.sequences is not None:
+            mine = self.sequences, self.positions
+            found = {sizes for sizes in leading if math.prod(sizes) == tokens}
+            if 1 not in mine and mine not in found and (swapped := (self.positions, self.sequences)) in found:
+                raise InvalidRoutes(
+                    f"the routes are {list(mine)} sequences and positions, and the forward's tokens lie as {list(swapped)}: rows "
+                    "would go to other tokens. Give padded routes in the order of the forward's tokens (routes.swapaxes(0, 1)), or "
+                    "flat ones [tokens, layers, top_k]."
+                )
+        elif self.rows + 1 == tokens:
+            found = set(leading)
+            flat = any(sizes[0] == tokens or sizes == (1, tokens) for sizes in found)
+            lie = next((sizes for sizes in found if math.prod(sizes) == tokens and len(sizes) == 2), None)
+            if lie is not None and not flat:
+                raise InvalidRoutes(
+                    f"the routes are {self.rows} flat rows, one less than the forward has tokens, and these lie as {list(lie)}: "
+                    "each sequence has a last token, and rows behind one that is missing would go to other tokens. Join the rows "
+                    "of the sequences with r3_pass.routes.pad."
+                )
 
     def check(self, column: int, layer: int, experts: int, top_k: int) -> None:
         """Check one layer's rows against what its router can choose; once per layer.

@@ -93,8 +93,9 @@ class Marks:
         for weight, _ in names.values():
             owner = owner_of(weight)
             if owner is not None and owner.binding is not self._binding:
+                which = f" (weight {owner.names[0]})" if owner.names else ""
                 raise RefusedConfiguration(
-                    f"a session is attached to this {type(self.model).__name__} already (weight {owner.names[:1]}); "
+                    f"a session is attached to this {type(self.model).__name__} already{which}; "
                     "two would write each other's rows. Call detach() on that session first."
                 )
         changed = False

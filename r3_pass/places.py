@@ -6,7 +6,6 @@ What the weights of a call do not tell for certain is a reason, and where the la
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -16,15 +15,9 @@ from torch import nn
 from r3_pass.errors import BufferLayoutError, RefusedConfiguration
 from r3_pass.marks import Marks, Owner
 from r3_pass.passes.site import Accepted
-from r3_pass.structure import Block, Structure, named_weights
+from r3_pass.structure import Block, Structure, in_attention, named_weights
 
-_ATTENTION = re.compile(r"(^|_)(attn|attention)$")
 ATTENTION = "attention experts, not the layer's MLP experts"
-
-
-def in_attention(path: str) -> bool:
-    """Whether a module path below a block goes through its attention."""
-    return any(_ATTENTION.search(part) for part in path.lower().split("."))
 
 
 @dataclasses.dataclass(frozen=True)

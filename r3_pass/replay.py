@@ -37,7 +37,8 @@ _ADVICE = (
     "Compile the blocks that route so that their graphs run in training, too (each MoE block by itself: "
     "block.mlp.compile(backend=backend)), and pass model= to replay(); r3_pass.explain(model, ...) and "
     "backend.report() say what was seen. A hook on a gate breaks the graph of a block between its top-k and its experts: "
-    "transformers sets one for output_router_logits=True, which works in a model that is compiled whole only"
+    "transformers sets one for output_router_logits=True, which works in a model that is compiled whole only. So does a loop over "
+    "the experts (torch.where(ids == e) for each), unless torch._dynamo.config.capture_dynamic_output_shape_ops is True"
 )
 
 
@@ -273,9 +274,7 @@ class ForcedGraph:
         if placement.problems:
             raise RefusedConfiguration("replay: " + "; ".join(placement.problems))
         tokens = self._tokens(args)
-        if replay.given.sequences is not None:
-            shapes = (args[n].shape[:2] for n in self._data)
-            replay.given.check_order((rows, columns) for rows, columns in shapes if rows * columns == tokens)
+        replay.given.check_order(tokens, (tuple(args[n].shape[:2]) for n in self._data))
         block = replay.block(self, binding, placement, tokens)
         results = self.forced(*args, block)
         if not recomputes:
@@ -287,11 +286,9 @@ class ForcedGraph:
 
 
 def _data(module: fx.GraphModule) -> tuple[int, ...]:
-    """Which arguments are tensors of two dimensions and more, and no weights."""
+    """Which arguments are tensors, and no weights."""
     seen = [value(n) for n in module.graph.nodes if n.op == "placeholder"]
-    return tuple(
-        n for n, v in enumerate(seen) if isinstance(v, Tensor) and v.dim() > 1 and not isinstance(v, nn.Parameter)
-    )
+    return tuple(n for n, v in enumerate(seen) if isinstance(v, Tensor) and v.dim() and not isinstance(v, nn.Parameter))
 
 
 def _token_counter(module: fx.GraphModule, tokens: Any) -> Callable[[Sequence[Any]], int]:

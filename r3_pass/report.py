@@ -11,8 +11,9 @@ import torch
 from torch import fx
 
 from r3_pass.passes.site import Match
-from r3_pass.places import ATTENTION, Place, in_attention
+from r3_pass.places import ATTENTION, Place
 from r3_pass.registry.dataflow import value
+from r3_pass.structure import in_attention
 
 
 @dataclasses.dataclass(frozen=True)

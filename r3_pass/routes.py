@@ -120,6 +120,13 @@ def _array(rows: Any) -> Rows:
 def _arrays(rows: Sequence[Any]) -> list[Rows]:
     if getattr(rows, "ndim", 4) < 4:
         raise ValueError(f"rows are a list, [n, layers, top_k] of each sequence, got one {type(rows).__name__}")
+    rows = list(rows)
+    without = next((number for number, r in enumerate(rows) if r is None), None)
+    if without is not None:
+        raise InvalidRoutes(
+            f"sequence {without} has no rows (None), as a request that failed: leave it out of the batch, or give it rows of -1, "
+            "which leave its tokens to the live router"
+        )
     arrays = [_array(r) for r in rows]
     if not arrays:
         raise ValueError("no sequences were given")

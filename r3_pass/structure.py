@@ -18,6 +18,12 @@ _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "num_
 _TOP_K = re.compile(
     r"^(num_experts_per_tok(en)?|num_selected_experts|(moe_|router_)?top_?k(_experts)?|moe_k|num_experts_per_token)$"
 )
+_ATTENTION = re.compile(r"(^|_)(attn|attention)$")
+
+
+def in_attention(path: str) -> bool:
+    """Whether a module path below a block goes through its attention."""
+    return any(_ATTENTION.search(part) for part in path.lower().split("."))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,7 +245,7 @@ def _scores(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def _is_bank(model: nn.Module, name: str, tensor: torch.Tensor, scored: set[int]) -> bool:
-    if tensor.dim() < 3 or tensor.shape[0] < 2 or _is_convolution(model, name):
+    if tensor.dim() < 3 or tensor.shape[0] < 2 or _is_convolution(model, name) or _is_cache(name, tensor):
         return False
     return any(tensor.shape[0] <= size <= 2 * tensor.shape[0] for size in scored)  # a gate may be padded, or score more
 
@@ -296,6 +302,11 @@ def _loose_evidence(tensors: list[tuple[str, torch.Tensor]]) -> bool:
 def _is_convolution(model: nn.Module, name: str) -> bool:
     owner = model.get_submodule(name.rpartition(".")[0])
     return isinstance(owner, nn.modules.conv._ConvNd)
+
+
+def _is_cache(name: str, tensor: torch.Tensor) -> bool:
+    """Whether this may be a KV cache, [slots, heads, head_dim]: a buffer in an attention."""
+    return not isinstance(tensor, nn.Parameter) and in_attention(name.rpartition(".")[0])
 
 
 def text_config(model: nn.Module) -> Any:

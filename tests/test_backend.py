@@ -251,6 +251,17 @@ def test_inductor_code_calls_the_op_once_and_copies_nothing(sessions: Attach) ->
     assert (session.read(range(T)) == truth(model, prompt(T))).all()
 
 
+def test_an_inner_backend_that_cannot_be() -> None:
+    with pytest.raises(
+        r3_pass.RefusedConfiguration, match=r"inner='inducter' is no Dynamo backend.*inductor"
+    ) as raised:
+        r3_pass.backend("inducter")
+    assert "TESTING_ONLY" not in str(raised.value) and "r3_pass," not in str(raised.value)
+    for ours in ("r3_pass", r3_pass.backend("eager")):
+        with pytest.raises(r3_pass.RefusedConfiguration, match="recorded twice"):
+            r3_pass.backend(ours)
+
+
 # ---- layers ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])
 def test_one_graph_for_all_layers(inner: str, sessions: Attach) -> None:

@@ -87,6 +87,25 @@ def test_sequences_and_positions_swapped(parts: str, batch: int, positions: int,
         check(replayed(backend, lambda: call(ids), model, swapped, model=model), want)
 
 
+@pytest.mark.parametrize("parts", ["model", "layers", "mlps"])
+@pytest.mark.parametrize(("batch", "positions", "told"), [(2, 3, True), (1, 6, False)])
+def test_flat_rows_without_the_last_one(parts: str, batch: int, positions: int, told: bool) -> None:
+    """Of several sequences each has a last token: rows of one after the other would be shifted behind the first of them."""
+    model, ids = make(), prompt(batch * positions).view(batch, positions)
+    routes = routes_for(tokens=batch * positions)
+    backend = r3_pass.backend("eager", mode="replay")
+    call: Any = torch.compile(model, backend=backend) if parts == "model" else model
+    for block in model.layers if parts != "model" else ():
+        (block if parts == "layers" else block.mlp).compile(backend=backend)
+    if told:
+        with pytest.raises(r3_pass.InvalidRoutes, match=r"5 flat rows, .* lie as \[2, 3\].*routes.pad"):
+            replayed(backend, lambda: call(ids), model, routes[:-1], model=model)
+    else:
+        live = routes.clone()
+        live[-1] = -1
+        check(replayed(backend, lambda: call(ids), model, routes[:-1], model=model), oracle(model, ids, live))
+
+
 @pytest.mark.inductor
 def test_inductor() -> None:
     model, ids, routes = make(layers=2), prompt(T), routes_for()[:, :2]

@@ -59,6 +59,7 @@ def test_split_gives_every_row_to_one_rank(order: str) -> None:
         (lambda: routes.pad([rows(2)], 4, offsets=[3]), "from column 3 on"),
         (lambda: routes.pad([rows(2)], 4, offsets=[0, 1]), "2 offsets"),
         (lambda: routes.pad([rows(2), rows(2)[:, :1]], 4), "all are"),
+        (lambda: routes.pad([rows(2), None], 4), "sequence 1 has no rows"),
         (lambda: routes.pad([rows(2).astype(np.uint8)], 4), "signed"),
         (lambda: routes.pad([rows(2).astype(np.float32)], 4), "signed"),
         (lambda: routes.pack([rows(2)], [0, 4]), "2 rows for 4 tokens"),

@@ -240,3 +240,18 @@ def test_a_block_without_a_number() -> None:
         and structure.block_of("block.mlp.gate.weight") is None
     )
     assert structure.loose == ("block.mlp.experts",) and structure.may_route and structure.separate_experts
+
+
+def test_a_kv_cache_is_no_bank_of_experts() -> None:
+    """A buffer [slots, heads, head_dim] of an attention, beside a weight of as many rows: a dense layer stays dense."""
+    model = decoder(layers=3, dense=(0,), config={})
+    for layer in model.layers:
+        layer.attn = nn.Module()
+        layer.attn.register_buffer("k", torch.zeros(16, 4, 4))
+    assert inspect(model).expected("layers") == (1, 2)
+    for layer in model.layers:
+        layer.attn.k = None
+        layer.attn.experts = nn.Parameter(torch.zeros(16, 4, 4))
+    assert inspect(model).expected("layers") == (0, 1, 2), (
+        "parameters may be experts: their rows are told from others at the call"
+    )

@@ -73,6 +73,7 @@ def attach(
         return _attach_engine(engine, backend, num_layers, placement)
     model, found = unwrap(engine)
     chosen = backend if isinstance(backend, Backend) else found
+    _refuse_replay(chosen)
     _refuse_model(model)
     device = _device_of(model)
     _check_placement(placement, device)
@@ -148,6 +149,7 @@ def _session_of(
         _refuse_model(adapter.model, adapter.experts)
     theirs = next((b for b in adapter.backends if isinstance(b, Backend)), None)
     chosen = backend if isinstance(backend, Backend) else theirs
+    _refuse_replay(chosen)
     device = _device_of(adapter.model)
     _check_placement(placement, device)
     if not deployment.exports:
@@ -211,6 +213,14 @@ def backend_of(wrapper: Any) -> Backend | None:
             if isinstance(found, Backend):
                 return found
     return None
+
+
+def _refuse_replay(backend: Backend | None) -> None:
+    if backend is not None and backend.mode == "replay":
+        raise RefusedConfiguration(
+            "the backend is mode='replay': what it compiled takes routes and records none. Compile with r3_pass.backend(), or with "
+            "backend(mode='both') to replay in the same compiled function."
+        )
 
 
 def _graphs(backend: Backend | None) -> Callable[[], Iterable[GraphRecord]]:

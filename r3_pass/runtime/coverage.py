@@ -17,8 +17,9 @@ _ADVICE = (
     "Call the compiled model inside the step, not the model itself, and once. "
     "Run r3_pass.explain(model, ...) for every candidate. A layer whose graph did not run was not compiled with this backend "
     "(layer.compile(backend=backend), each of them), or fell back to eager: a graph break inside it (a hook on its gate makes "
-    "one, such as transformers' for output_router_logits=True where blocks are compiled by themselves), a disabled region, a "
-    "call that bypassed the compiled wrapper, or Dynamo's recompilation limit, of which it warns once: set a higher "
+    "one, such as transformers' for output_router_logits=True where blocks are compiled by themselves; so does a loop over its "
+    "experts, torch.where(ids == e) for each, unless torch._dynamo.config.capture_dynamic_output_shape_ops is True), a disabled "
+    "region, a call that bypassed the compiled wrapper, or Dynamo's recompilation limit, of which it warns once: set a higher "
     "torch._dynamo.config.recompile_limit, call torch._dynamo.reset(), and run the step again."
 )
 _NEVER = (
@@ -73,17 +74,21 @@ def check_coverage(binding: Binding, reasons: Reasons) -> bool:
     missing = [layer for layer in expected if layer not in written]
     lines = [*binding.problems, *(f"layer {layer}: {_why(binding, layer, reasons)}" for layer in missing)]
     listed = "".join(f"\n  {line}" for line in lines)
-    advice = (_nothing_expected(binding) if not expected else _ADVICE) + (
-        _LOOPS if binding.structure.separate_experts else ""
-    )
+    advice = _nothing_expected(binding) if not expected else _ADVICE
+    if binding.structure.separate_experts:
+        advice += _LOOPS
     name = type(binding.model).__name__
     if not expected:
         raise NoRouterFound(f"no MoE layer of {name} could be captured in this step.{listed}\n{advice}")
     if not written and not binding.problems:
         what = f" ({len(missing)} were expected):{listed}"
-        advice = advice if binding.modules else _NEVER + advice
+        advice = advice if binding.modules or any(map(reasons, _blocks(binding, missing))) else _NEVER + advice
         raise NoRouterFound(f"no compiled MoE layer of {name} ran in this step{what}\n{advice}")
     raise PartialCapture(f"{len(written)} of {len(expected)} MoE layers were captured in this step.{listed}\n{advice}")
+
+
+def _blocks(binding: Binding, layers: Iterable[int]) -> Iterable[Block]:
+    return (Block(binding.container or "", layer) for layer in layers)
 
 
 def _nothing_expected(binding: Binding) -> str:

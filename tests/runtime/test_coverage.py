@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from decoder import Moe, decoder, prompt
+from decoder import D, Moe, decoder, prompt
 from refusals import whole_moe
 from torch import Tensor, nn
 
@@ -33,6 +33,29 @@ class Unknown(Moe):
         counted = probs.topk(3).indices.float().mean() * 1e-3
         hidden = torch.relu(torch.einsum("td,tkfd->tkf", flat, self.up[ids]))
         return (torch.einsum("tkf,tkdf->td", hidden, self.down[ids]) + best + counted).view(x.shape)
+
+
+class Gate(nn.Linear):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x).softmax(-1).topk(2)
+
+
+class Looped(Moe):
+    """A loop over the experts of one bank: Dynamo gives up its function at `torch.where`, unless it may trace unknown sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = Gate(D, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, D)
+        weights, ids = self.router(flat)
+        out = torch.zeros_like(flat)
+        for number in range(len(self.up)):
+            tokens, place = torch.where(ids == number)
+            hidden = torch.relu(flat[tokens] @ self.up[number].T) @ self.down[number].T
+            out.index_add_(0, tokens, hidden * weights[tokens, place, None])
+        return out.view(x.shape)
 
 
 def failure(bad: type[Moe], good: int, per_layer: bool, layers: int = 5, told: bool = True) -> str:
@@ -108,4 +131,23 @@ def test_a_layer_that_was_not_compiled_is_not_charged_with_what_another_rejects(
     line = next(line for line in str(error.value).splitlines() if "layer 2:" in line)
     assert line.endswith("no graph of it that routes ran")
     assert "not compiled with this backend" in str(error.value)
+    session.detach()
+
+
+def test_a_loop_over_a_bank_is_told_how_to_be_traced() -> None:
+    """Its graphs did run: that nothing was compiled would be wrong. What the message says to do works."""
+    model = decoder(layers=2, moe=lambda _: Looped())
+    compiled = torch.compile(model, backend=r3_pass.backend("eager"))
+    session = r3_pass.runtime.attach(compiled, num_slots=16)
+    with torch.no_grad(), pytest.raises(r3_pass.NoRouterFound) as error, session.step(range(5)):
+        compiled(prompt(5))
+    assert "rejected: its ids choose no parameters: they are returned" in str(error.value)
+    assert "capture_dynamic_output_shape_ops" in str(error.value) and "Nothing of this model" not in str(error.value)
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True), torch.no_grad(), session.step(range(5)):
+        compiled(prompt(5))
+    chosen: list[Tensor] = []
+    with torch.no_grad(), model.layers[1].mlp.router.register_forward_hook(lambda _m, _x, out: chosen.append(out[1])):
+        model(prompt(5))
+    assert (session.read(range(5))[:, 1] == chosen[0].numpy()).all()
     session.detach()

@@ -510,6 +510,14 @@ def test_an_engine_of_unknown_type() -> None:
             r3_pass.runtime.attach(decoder(), **wrong)
 
 
+def test_a_backend_that_replays_only() -> None:
+    """Its compiled code has no recording in it; that every layer is missing would be found in the first step, but not why."""
+    backend = r3_pass.backend("eager", mode="replay")
+    for call, given in ((torch.compile(decoder(), backend=backend), None), (decoder(), backend)):
+        with pytest.raises(RefusedConfiguration, match=r"mode='replay'.*records none.*mode='both'"):
+            r3_pass.runtime.attach(call, backend=given, num_slots=SLOTS)
+
+
 @pytest.mark.parametrize("call", ["step", "read", "finish", "assign", "weights_changed", "wake"])
 def test_a_detached_session_says_so(call: str) -> None:
     """Anything else would look like a session that records nothing."""
