@@ -27,6 +27,7 @@ from r3_pass.passes.ops import (
     HEADER_TOKENS,
     STATE_CALLS,
     STATE_ERRORS,
+    TURNS,
     rows_offset,
 )
 
@@ -38,6 +39,7 @@ _EXPORT = tl.constexpr(HEADER_EXPORT)
 _ROWS = tl.constexpr(HEADER_ROWS)
 _ERRORS = tl.constexpr(STATE_ERRORS)
 _CALLS = tl.constexpr(STATE_CALLS)
+_TURNS = tl.constexpr(TURNS)  # a power of two
 _WRONG_TOKENS = tl.constexpr(ERROR_TOKENS)
 _WRONG_SLOT = tl.constexpr(ERROR_SLOT)
 
@@ -64,19 +66,20 @@ def record_kernel(  # type: ignore[no-untyped-def]
     width = tl.load(table + site * 3 + 2)
     inside = token < tokens
     slot = tl.load(slots + _HEADER + token, mask=inside & (token < room), other=-1)
+    errors = state + _ERRORS
     if export > 0:
-        state = export.to(tl.pointer_type(tl.int32))
+        errors = export.to(tl.pointer_type(tl.int32)) + _ERRORS
     first = tl.program_id(0) == 0
     # The host looks at what is counted when the kernel is over, so no write here has to wait for another: "relaxed".
     if expected != tokens:
         if first & (site == 0) & (expected >= 0):
-            tl.atomic_or(state + _ERRORS, _WRONG_TOKENS, sem="relaxed", scope="sys")
+            tl.atomic_or(errors, _WRONG_TOKENS, sem="relaxed", scope="sys")
     else:
         wrong = (slot < -1) | (slot >= num_slots)
         if site == 0:
             found = tl.max(wrong.to(tl.int32), 0)
             if found > 0:
-                tl.atomic_or(state + _ERRORS, _WRONG_SLOT, sem="relaxed", scope="sys")
+                tl.atomic_or(errors, _WRONG_SLOT, sem="relaxed", scope="sys")
         if column >= 0:
             row = tl.where(wrong | (slot < 0), num_slots, slot).to(tl.int64)
             k = tl.arange(0, K_BLOCK)
@@ -94,7 +97,12 @@ def record_kernel(  # type: ignore[no-untyped-def]
                 place = rows + token.to(tl.int64)[:, None] * (stored * top_k) + column * top_k + k[None, :]
                 tl.store(place, ids, mask=kept[:, None] & (k < top_k)[None, :])
             if first:
-                tl.atomic_add(state + _CALLS + column, 1, sem="relaxed", scope="sys")
+                if export > 0:
+                    turn = tl.atomic_add(state + _CALLS + stored + column, 1, sem="relaxed")
+                    word = export + 4 * (_CALLS + column)
+                    tl.store((word + (turn & _TURNS - 1)).to(tl.pointer_type(tl.int8)), 1)
+                else:
+                    tl.atomic_add(state + _CALLS + column, 1, sem="relaxed")
 
 
 class PointerTables:

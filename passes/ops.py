@@ -21,14 +21,23 @@ HEADER_TOKENS = 0
 """Tokens of the running step; -1 outside a step, in which nothing is written."""
 HEADER_EXPORT = 1
 """Address of page-locked host memory for what the host wants of this step, 0 or less for none. On a GPU the kernel writes
-there, and the host copies nothing: the state below, int32 [1 + M], in the place of `state` and cleared by the host, then,
-from the next multiple of 16 bytes on, rows int16 [rows, M, K]."""
+there, and the host copies nothing: the errors below and M words of calls, int32 [1 + M], cleared by the host, then, from the
+next multiple of 16 bytes on, rows int16 [rows, M, K]. Each write of a layer sets one of the four bytes of its word to 1, in turn:
+adding to memory of the host would wait for the bus, layer by layer."""
 HEADER_ROWS = 2
 """How many of the first tokens have a row there; those without a slot are left out."""
 STATE_ERRORS = 0
 """state[0]: what the device found wrong in the running step, a sum of the ERROR_ bits; cleared by the host."""
 STATE_CALLS = 1
-"""state[1 + m]: how often stored layer m was written in the running step. The host expects once, and clears it."""
+"""state[1 + m]: how often stored layer m was written in the running step. The host expects once, and clears it. Where there is an
+export, state[1 + M + m] instead, from wherever it stands: whose turn it is."""
+TURNS = 4
+"""Bytes of a layer's word in an export."""
+
+
+def state_size(stored: int) -> int:
+    """Entries of the state of `stored` layers."""
+    return STATE_CALLS + 2 * stored
 
 
 def rows_offset(stored: int) -> int:
@@ -52,7 +61,7 @@ def record_reference(buffer: Tensor, state: Tensor, slots: Tensor, columns: Tens
 
     Args:
         buffer: int16 [S + 1, M, K], mutated; the last row takes what has no slot.
-        state: int32 [1 + M], mutated: see STATE_ERRORS, STATE_CALLS.
+        state: int32 [1 + 2 * M], mutated: see STATE_ERRORS, STATE_CALLS.
         slots: int64 [HEADER + max tokens]: the header, then a slot for each token; -1 marks padding. HEADER_EXPORT is for GPUs.
         columns: int64 [N], stored layer of each site; -1 for a site that is not stored.
         ids: N integer tensors [T, k], k <= K; columns past k are written as -1.

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from r3_pass.errors import BufferLayoutError, PartialCapture, R3Error, RefusedConfiguration
-from r3_pass.passes.ops import ERROR_DUPLICATE, ERROR_SLOT, ERROR_TOKENS, STATE_CALLS, STATE_ERRORS
+from r3_pass.passes.ops import ERROR_DUPLICATE, ERROR_SLOT, ERROR_TOKENS, STATE_CALLS, STATE_ERRORS, TURNS
 from r3_pass.runtime.export import Pending
 from r3_pass.runtime.rows import Numbers, RowLog
 from r3_pass.runtime.slots import SlotBuffer
@@ -23,6 +23,9 @@ _FAULTS = {
     ERROR_SLOT: "a slot was out of range",
     ERROR_DUPLICATE: "a slot stood twice in a mapping",
 }
+
+_ONCE = tuple(1 << 8 * turn for turn in range(TURNS))
+"""The words of a layer that was written once."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -35,6 +38,7 @@ class Arrival:
         writes: how often the step must have written each layer: once, if it had tokens and was not captured into a CUDA graph.
         after: of a piece, how many steps had been added before it was gathered.
         void: of a piece, that a step before it turned out to have failed: its rows may be anybody's.
+        staged: whether the kernel wrote it: each layer was then counted in turns (`ops.HEADER_EXPORT`).
     """
 
     pending: Pending
@@ -43,6 +47,7 @@ class Arrival:
     writes: int = 0
     after: int = 0
     void: bool = False
+    staged: bool = False
 
     def holds(self, numbers: Numbers) -> bool:
         """Whether a row of these numbers, ascending, is among its rows."""
@@ -175,8 +180,11 @@ def _fault(flags: npt.NDArray[np.int32], copy: Arrival, layers: tuple[int, ...])
     """What the device says of a step."""
     said: list[int] = flags.tolist()
     calls = said[STATE_CALLS:]
-    if not said[STATE_ERRORS] and calls.count(copy.writes) == len(calls):
+    right = _ONCE if copy.staged and copy.writes else (copy.writes,)
+    if not said[STATE_ERRORS] and sum(map(calls.count, right)) == len(calls):
         return None
+    if copy.staged:
+        calls = [sum(word.to_bytes(TURNS, "little")) for word in calls]
     found = [text for bit, text in _FAULTS.items() if said[STATE_ERRORS] & bit]
     if found:
         return BufferLayoutError(

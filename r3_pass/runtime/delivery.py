@@ -100,7 +100,7 @@ class Delivery:
             slots: int64 of the tokens of the batch, on the device.
             checked: whether the host has seen that all of them are slots of the buffer.
             gone: requests that were finished or aborted while the step ran: their rows attach to nothing.
-            state: see `passes.ops.record`.
+            state: errors and calls of `passes.ops.record`, int32 [1 + M].
             writes: how often each layer must have been written.
 
         Raises: MissingRoutes if there is no memory for it: the requests' rows are void then.
@@ -131,7 +131,7 @@ class Delivery:
         except _OUT_OF_MEMORY as error:
             pending.release()
             raise self._no_memory(batch, error) from error
-        self.arrivals.add_step(Arrival(pending, first, self._steps, writes))
+        self.arrivals.add_step(Arrival(pending, first, self._steps, writes, staged=True))
 
     def give_up(self, staged: Staged) -> None:
         """The step failed: wait for what it queued, and drop it."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from r3_pass import streams
 from r3_pass.errors import MissingRoutes, R3Error, RefusedConfiguration
+from r3_pass.passes.ops import STATE_CALLS
 from r3_pass.runtime.coverage import Reasons, check_coverage
 from r3_pass.runtime.delivery import Delivery
 from r3_pass.runtime.export import Staged
@@ -198,7 +199,8 @@ class Steps:
                 self._delivery.send_staged(step.staged, step.batch, step.gone, writes)
                 return
             slots = store.mapping.slots(step.batch.num_tokens)
-            self._delivery.send(store.buffer, slots, step.checked, step.batch, step.gone, binding.state, writes)
+            said = binding.state[: STATE_CALLS + len(binding.calls)]
+            self._delivery.send(store.buffer, slots, step.checked, step.batch, step.gone, said, writes)
         except MissingRoutes:
             store.void(tokens)  # what the device says of the step is lost with the copy: its rows are not proved
             raise

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from r3_pass.binding import Binding
 from r3_pass.errors import BufferLayoutError, RefusedConfiguration
-from r3_pass.passes.ops import ERROR_DUPLICATE, STATE_CALLS, STATE_ERRORS
+from r3_pass.passes.ops import ERROR_DUPLICATE, STATE_CALLS, STATE_ERRORS, state_size
 from r3_pass.runtime.mapping import SlotMapping
 from r3_pass.runtime.memory import Placement
 from r3_pass.runtime.slots import Geometry, SlotBuffer
@@ -128,7 +128,7 @@ class SlotStore:
         geometry = Geometry(self.num_slots, self.count_layers(layers), layers, top_k)
         fresh = SlotBuffer(geometry, self._device, self._placement)
         with torch.inference_mode(False):
-            state = torch.zeros(STATE_CALLS + len(layers), dtype=torch.int32, device=self._device)
+            state = torch.zeros(state_size(len(layers)), dtype=torch.int32, device=self._device)
         calls = [0] * len(layers)
         if self.buffer is not None:  # another layer of the first step: those before it were written already
             self.buffer.settle()

@@ -14,7 +14,7 @@ import pytest
 import torch
 from interpreter import inside, outside, run_in_the_interpreter
 
-from r3_pass.passes.ops import HEADER, STATE_CALLS, record_reference, rows_offset
+from r3_pass.passes.ops import HEADER, STATE_CALLS, TURNS, record_reference, rows_offset, state_size
 
 S, M = 20, 3
 
@@ -42,7 +42,7 @@ def both(
     found = []
     for run in (kernels.record, record_reference):
         buffer = torch.full((S + 1, M, top_k), 77, dtype=torch.int16)
-        state = torch.zeros(STATE_CALLS + M, dtype=torch.int32)
+        state = torch.zeros(state_size(M), dtype=torch.int32)
         for _ in range(rounds):
             run(buffer, state, mapping, torch.tensor(columns), ids)
         buffer[S] = 0  # what the spare row ends up with is nobody's business
@@ -50,7 +50,8 @@ def both(
     (ours, our_state), (theirs, their_state) = found
     assert torch.equal(ours, theirs), (ours - theirs).nonzero()
     assert torch.equal(our_state, their_state), (our_state, their_state)
-    return ours, our_state
+    assert not our_state[STATE_CALLS + M :].any()
+    return ours, our_state[: STATE_CALLS + M]
 
 
 def random_ids(tokens: int, k: int = 2, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -102,9 +103,9 @@ def test_a_forward_longer_than_the_mapping(expected: int) -> None:
     mapping = torch.frombuffer(memory, dtype=torch.int64, count=page // 8)[-HEADER - len(slots) :]
     mapping.copy_(torch.tensor([expected, -1, 0, 0, *slots]))
     buffer = torch.full((S + 1, M, 2), 77, dtype=torch.int16)
-    state = torch.zeros(STATE_CALLS + M, dtype=torch.int32)
+    state = torch.zeros(state_size(M), dtype=torch.int32)
     kernels.record(buffer, state, mapping, torch.arange(M), [random_ids(3000)] * M)
-    assert (buffer == 77).all() and state.tolist() == [int(expected >= 0), 0, 0, 0]
+    assert (buffer == 77).all() and state.tolist() == [int(expected >= 0), 0, 0, 0, 0, 0, 0]
 
 
 @inside
@@ -118,18 +119,18 @@ def test_wrong_slots(columns: list[int]) -> None:
 @inside
 @pytest.mark.parametrize("num_rows", [0, 3, 5])
 def test_rows_for_the_host(num_rows: int) -> None:
-    """State and the first rows land where the header says, in no case behind them; the state of the device stays."""
+    """Errors, calls and the first rows land where the header says, in no case behind them; the device keeps whose turn it is."""
     from r3_pass.passes import kernels
 
     slots, top_k = [7, -1, 3, 12, 5], 3
     ids = [random_ids(5, 3), random_ids(5, 2), random_ids(5, 3)]
     buffer = torch.full((S + 1, M, top_k), 77, dtype=torch.int16)
-    state = torch.zeros(STATE_CALLS + M, dtype=torch.int32)
+    state = torch.zeros(state_size(M), dtype=torch.int32)
     host = np.full(rows_offset(M) + (num_rows + 1) * M * top_k * 2, 55, np.uint8)
     host[: 4 * (STATE_CALLS + M)] = 0
     mapping = torch.tensor([5, host.ctypes.data, num_rows, 0, *slots])
     kernels.record(buffer, state, mapping, torch.tensor([2, 0, 1]), ids)
-    assert state.tolist() == [0, 0, 0, 0]
+    assert state.tolist() == [0, 0, 0, 0, 1, 1, 1]
     assert host[: 4 * (STATE_CALLS + M)].view(np.int32).tolist() == [0, 1, 1, 1]
     rows = host[rows_offset(M) :].view(np.int16).reshape(num_rows + 1, M, top_k)
     untouched = np.int16(55 * 257)
@@ -138,7 +139,26 @@ def test_rows_for_the_host(num_rows: int) -> None:
     assert (rows[num_rows:] == untouched).all()
     mapping[HEADER] = S  # out of range
     kernels.record(buffer, state, mapping, torch.tensor([2, 0, 1]), ids)
-    assert host[:4].view(np.int32).tolist() == [2] and not state.any()
+    assert host[:4].view(np.int32).tolist() == [2] and not state[: STATE_CALLS + M].any()
+
+
+@inside
+@pytest.mark.parametrize("before", [0, 3, 2**31 - 2])
+@pytest.mark.parametrize("writes", [1, 2, 4, 5])
+def test_calls_for_the_host(before: int, writes: int) -> None:
+    """Each write of a layer sets another byte of its word, wherever the turns stand: up to four are told apart."""
+    from r3_pass.passes import kernels
+
+    state = torch.zeros(state_size(M), dtype=torch.int32)
+    state[STATE_CALLS + M :] = before
+    host = np.zeros(rows_offset(M), np.uint8)
+    mapping = torch.tensor([2, host.ctypes.data, 0, 0, 7, -1])
+    buffer = torch.zeros(S + 1, M, 2, dtype=torch.int16)
+    for _ in range(writes):
+        kernels.record(buffer, state, mapping, torch.tensor([2, -1]), [random_ids(2), random_ids(2)])
+    words = host[4 : 4 * (STATE_CALLS + M)].reshape(M, TURNS)
+    assert words.sum(1).tolist() == [0, 0, min(writes, TURNS)] and not host[:4].any()
+    assert words[2, before % TURNS] == 1  # the first one's place
 
 
 @inside
