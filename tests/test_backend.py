@@ -674,6 +674,47 @@ def test_a_saved_model_carries_nothing_of_the_session(sessions: Attach) -> None:
     assert not marks(loaded)
 
 
+# ---- samplers beside the model --------------------------------------------------------------------------------------
+class Generates(nn.Module):
+    """The next token is chosen in the model's frame, which a graph break ends."""
+
+    def __init__(self, choose: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.model, self.choose = Decoder(layers=2, dense=()), choose
+
+    def forward(self, ids: Tensor) -> Tensor:
+        token = self.choose(self.model(ids))
+        torch._dynamo.graph_break()
+        return token + 1
+
+
+def sampled(logits: Tensor) -> Tensor:
+    values, ids = logits.topk(5)
+    return ids.gather(-1, torch.multinomial(values.softmax(-1), 1))
+
+
+@pytest.mark.parametrize("mode", ["record", "both"])
+@pytest.mark.parametrize(
+    "choose",
+    [
+        lambda logits: sampled(logits[0]),
+        lambda logits: sampled(logits[:, -1]),
+        lambda logits: sampled(logits[0, torch.tensor([-1])]),
+        lambda logits: logits[:, -1].topk(5).indices + 3,
+        lambda logits: logits[:, -1].topk(5).indices[:, 0],
+    ],
+)
+def test_a_sampler_in_the_frame_of_the_model(choose: Any, mode: Any, sessions: Attach) -> None:
+    """It chooses among the outputs of a linear, too, by ids that leave the graph: no reason to refuse the model."""
+    torch.manual_seed(0)
+    model = Generates(choose).eval().requires_grad_(False)
+    compiled = torch.compile(model, backend=r3_pass.backend("eager", mode=mode))
+    session = sessions(compiled)
+    with session.step(range(T)):
+        compiled(prompt(T))
+    assert (session.read(range(T)) == truth(model.model, prompt(T))).all()
+
+
 # ---- training -------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])
 @pytest.mark.parametrize("checkpointed", [False, True])
