@@ -744,6 +744,27 @@ def test_gradients_are_those_of_a_plain_run(inner: str, checkpointed: bool, sess
     assert (session.read(range(T)) == -1).all(), "the backward wrote rows"
 
 
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_a_backward_inside_of_the_step(inner: str) -> None:
+    """Layers compiled by themselves, checkpointed from outside: what the backward runs again is no second forward of the step."""
+    torch.manual_seed(0)
+    model = Decoder(layers=4, checkpoint=True).train()
+    backend = r3_pass.backend(inner)
+    for layer in model.layers:
+        layer.compile(backend=backend)
+    session = r3_pass.runtime.attach(model, backend=backend, num_slots=SLOTS)
+    for seed in range(3):
+        with session.step(range(T)):
+            model(prompt(T, seed)).square().mean().backward()
+        assert (session.read(range(T)) == truth(model, prompt(T, seed))).all()
+    earlier = model(prompt(T, 7)).square().mean()
+    with session.step(range(T)):
+        earlier.backward()
+        model(prompt(T, 8))
+    assert (session.read(range(T)) == truth(model, prompt(T, 8))).all()
+    session.detach()
+
+
 # ---- graphs that are refused ----------------------------------------------------------------------------------------
 class Sinkhorn(Moe):
     def forward(self, x: Tensor) -> Tensor:
