@@ -42,13 +42,20 @@ _ADVICE = (
 
 
 class Replay:
-    """One context: `with backend.replay(routes)`. May be entered again, also for a backward that comes later."""
+    """One context: `with backend.replay(routes)`. May be entered again, also for a backward that comes later.
+
+    Attributes:
+        forwards: by layer, how many took the given routes since it was entered.
+        backward: whether a backward ran in it.
+        unplaced: whether a forward ran whose graph routes, and of which no layer is known to.
+    """
 
     def __init__(self, replays: Replays, routes: Any, model: nn.Module | None, on_bad_row: OnBadRow) -> None:
         self.given = Given(routes, on_bad_row, replays.device, replays.beside())
         self.model = model
         self.forwards: Counter[int] = Counter()
         self.backward = False
+        self.unplaced = False
         self._replays = replays
         self._tracing = contextlib.ExitStack()
         self._named = model is not None
@@ -59,7 +66,7 @@ class Replay:
 
     def __enter__(self) -> Replay:
         self.forwards.clear()
-        self.backward = False
+        self.backward = self.unplaced = False
         self._replays.enter(self)
         if self.model is not None and layers_of(self.model).structure.separate_experts:
             # Loops over experts make Dynamo give up a function, unless operators of data-dependent sizes may be traced.
@@ -81,7 +88,7 @@ class Replay:
     def _settle(self) -> None:
         """Raises if what ran inside left out a layer that routes."""
         if not self.forwards:
-            if self.backward:
+            if self.backward and not self.unplaced:
                 return  # entered again for the backward alone
             raise NoRouterFound(self._nothing_ran())
         assert self.model is not None, "known since the first forward"
@@ -280,6 +287,7 @@ class ForcedGraph:
         results = self.forced(*args, block)
         if not recomputes:
             layers = [binding.layers[m] for m in placement.stored]
+            replay.unplaced = replay.unplaced or not layers
             with self.replays.lock:
                 replay.forwards.update(layers)
                 self.replays.forwards.update(layers)
