@@ -63,6 +63,7 @@ class Replay:
         self._layer_of: dict[int, int] = {}
         self._told: Counter[int] = Counter()
         self._blocks: dict[int, tuple[Placement, Tensor]] = {}
+        self._routers: dict[int, frozenset[str]] = {}  # by layer, what the weights of its router are called
 
     def __enter__(self) -> Replay:
         self.forwards.clear()
@@ -168,6 +169,7 @@ class Replay:
             if why:
                 name = binding.modules.get(layer, site.module)
                 raise PartialCapture(f"replay: layer {layer} ({name}, {site.form}) cannot take given routes: {why}.")
+            self._one_router(layer, binding, placement, graph.witnesses.gates[number])
             column = self._column(binding, layer)
             given.check(column, layer, binding.named.get(layer, site.num_experts), site.top_k)
             columns.append(column)
@@ -183,6 +185,17 @@ class Replay:
             for c in columns
         ]
         return torch.cat(parts)
+
+    def _one_router(self, layer: int, binding: Binding, placement: Placement, gates: Sequence[int]) -> None:
+        """Raises: RefusedConfiguration if the layer's routes went to another router before, of a graph of its own."""
+        owners = (binding.marks.owner(placement.weights[number]) for number in gates)
+        names = frozenset(owner.names[0] for owner in owners if owner is not None and owner.names)
+        known = self._routers.setdefault(layer, names) if names else names
+        if names and known.isdisjoint(names):
+            raise RefusedConfiguration(
+                f"replay: layer {layer} routes twice in one forward ({min(known)} and {min(names)}): routed_experts has room for "
+                "one choice per token and layer. Two routed MLPs in a layer cannot be replayed."
+            )
 
     def _column(self, binding: Binding, layer: int) -> int:
         """Which of the given layers is a decoder layer's: all decoder layers are given, or those that route."""

@@ -405,6 +405,32 @@ def test_a_training_step_in_which_nothing_was_replayed(reentrant: bool | None) -
         loss_of(call()).backward()
 
 
+class TwoRouters(nn.Module):
+    def __init__(self, top_k: int) -> None:
+        super().__init__()
+        self.first, self.second = Moe(top_k=top_k), Moe(top_k=top_k)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.first(x)
+        torch._dynamo.graph_break()
+        return x + self.second(x)
+
+
+def test_two_routers_in_a_layer_that_are_compiled_apart() -> None:
+    """Both would take the layer's routes: every layer as often as any other, and none of it right."""
+    model, ids = make(moe=TwoRouters), prompt(T)
+    backend = r3_pass.backend("eager", mode="replay")
+    for layer in model.layers:
+        layer.mlp.compile(backend=backend)
+    with (
+        pytest.raises(
+            r3_pass.RefusedConfiguration, match=r"routes twice[\s\S]*first\.gate\.weight and [\s\S]*second\.gate"
+        ),
+        backend.replay(routes_for(), model=model),
+    ):
+        model(ids)
+
+
 def test_why_nothing_was_replayed() -> None:
     backend = r3_pass.backend("aot_eager", mode="replay")
     dense = torch.nn.Sequential(torch.nn.Linear(4, 4))
