@@ -323,11 +323,19 @@ def _token_counter(module: fx.GraphModule, tokens: Any) -> Callable[[Sequence[An
     for number, node in enumerate(n for n in module.graph.nodes if n.op == "placeholder"):
         seen = value(node)
         if isinstance(seen, torch.SymInt):
-            places.setdefault(plain(seen), (number, None))
+            for name in _names(seen):
+                places.setdefault(name, (number, None))
         elif isinstance(seen, Tensor):
             for dim, size in enumerate(seen.shape):
-                places.setdefault(plain(size), (number, dim))
+                for name in _names(size):
+                    places.setdefault(name, (number, dim))
     wanted = sorted(tokens.free_symbols, key=str)
     where = [places[symbol] for symbol in wanted]
     count = sympy.lambdify(wanted, tokens, "math")
     return lambda args: int(count(*(args[n] if dim is None else args[n].shape[dim] for n, dim in where)))
+
+
+def _names(size: Any) -> tuple[Any, ...]:
+    """What a size is called: also by its symbol, which compiling the graph may have fixed to a number since."""
+    symbol = getattr(size.node, "_expr", None) if isinstance(size, torch.SymInt) else None
+    return (plain(size),) if symbol is None else (plain(size), symbol)

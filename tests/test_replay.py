@@ -431,6 +431,25 @@ def test_two_routers_in_a_layer_that_are_compiled_apart() -> None:
         model(ids)
 
 
+def test_a_size_that_compiling_fixes() -> None:
+    """The graph is traced with a symbol for it, which is a number when the inner compiler is through."""
+
+    class Fixes(Moe):
+        def forward(self, x: Tensor) -> Tensor:
+            flat = x.reshape(-1, D)
+            weights, ids = self.gate(flat).softmax(-1).topk(self.top_k + 1, dim=-1)
+            weights, ids = weights[:, : self.top_k], ids[:, : self.top_k]
+            hidden = torch.relu(torch.einsum("td,tkfd->tkf", flat, self.up[ids]))
+            return torch.einsum("tkf,tkdf,tk->td", hidden, self.down[ids], weights).view(x.shape)
+
+    model = make(moe=lambda k: Fixes(top_k=k))
+    backend = r3_pass.backend("aot_eager", mode="replay")
+    compiled = torch.compile(model, backend=backend)
+    for batch, length in ((2, 8), (1, 1), (2, 1)):
+        ids, routes = prompt(batch * length).view(batch, length), routes_for(tokens=batch * length)
+        check(replayed(backend, lambda ids=ids: compiled(ids), model, routes), oracle(model, ids, routes))
+
+
 def test_why_nothing_was_replayed() -> None:
     backend = r3_pass.backend("aot_eager", mode="replay")
     dense = torch.nn.Sequential(torch.nn.Linear(4, 4))
