@@ -75,6 +75,15 @@ def altered(dispatch: Dispatch, recorded: fx.Node, experts: int = 0) -> str:
     return ""
 
 
+def cut(dispatch: Dispatch, recorded: fx.Node) -> str:
+    """Which columns of ids that leave by a graph break are not among what leaves; "" if all are, or if that is not known."""
+    held = set(dispatch.columns.get(recorded, ()))
+    left = {c for n in dispatch.left for c in dispatch.columns.get(n, held)}
+    if dispatch.proved or dispatch.left_otherwise or not left or not held - left:
+        return ""
+    return f"of {len(held)} columns, {sorted(left)} alone leave the graph, in a way that is no plain slice"
+
+
 def of_a_rank(flow: DataFlow, dispatch: Dispatch, selection: Selection, experts: int, replaced: bool) -> str:
     """Which operator makes numbers of one rank's experts of the ids, as far as that can be told; "" if none does.
 

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from r3_pass.passes.altered import altered, folded, of_a_rank, recorded_ids
+from r3_pass.passes.altered import altered, cut, folded, of_a_rank, recorded_ids
 from r3_pass.passes.combine import Decision, combine
 from r3_pass.passes.form_names import form_name
 from r3_pass.passes.places import layer_in_path, module_path, reject
-from r3_pass.passes.site import Accepted, Match, Rejected
+from r3_pass.passes.site import Accepted, Match, Rejected, tokens_of
 from r3_pass.registry.dataflow import DataFlow, argument, dims, is_opaque, is_tensor, spelling, value, written
 from r3_pass.registry.dispatch import follow_ids
 from r3_pass.registry.dispatched import Dispatch
@@ -82,8 +82,19 @@ def match(graph: fx.Graph, broken: bool = False, weight: Callable[[fx.Node], boo
         if selection.node in parts:
             why = "its choice is a part of a later one (product keys)"
             decided[number] = (selection, trace, reject(selection.node, why))
-    combined = combine(flow, decided)
+    combined = _of_the_tokens(combine(flow, decided))
     return Match(combined.sites, combined.rejected + _opaque(flow, combined.sites))
+
+
+def _of_the_tokens(found: Match) -> Match:
+    """Without choices that may be anything (a sampler's, behind the model) and are made for other tokens than the routers'."""
+    routed = {tokens_of(site) for site in found.sites if site.proved}
+    others = [site for site in found.sites if not site.proved and routed and tokens_of(site) not in routed]
+    why = (
+        "its ids leave the graph before they reach experts, and it chooses for other tokens than the routers beside it"
+    )
+    rejected = (reject(site.selections[0], why, gate=site.gate) for site in others)
+    return Match(tuple(site for site in found.sites if site not in others), (*found.rejected, *rejected))
 
 
 def _opaque(flow: DataFlow, sites: Sequence[Accepted]) -> tuple[Rejected, ...]:
@@ -164,17 +175,19 @@ def _decide(flow: DataFlow, form: RoutingForm, selection: Selection, broken: boo
     moved = next((m for root in trace.roots if root.weights and (m := reordering(flow, root.node)) is not None), None)
     if moved is not None:
         why = f"{spelling(moved)} ({moved.name}) moves tokens between the graph's inputs and the router"
-        return trace, reject(node, why + ": rows would be in another order than the slot mapping", True, gate)
+        return trace, reject(node, why + ": rows would be in another order than the slot mapping", proved, gate)
     if proved and hasattr(value(recorded), "_local_tensor"):
         why = "its ids are a DTensor, of which a rank may hold some rows only. Choose among plain scores (scores.full_tensor())"
         return trace, reject(node, why, True, gate)
     if how := folded(dispatch, held):
         return trace, reject(node, f"its choices do not number the experts: {how}", True, gate)
     if how := altered(dispatch, used, held):
-        return trace, reject(node, f"the ids that reach experts are not those that it chose: {how}", True, gate)
+        return trace, reject(node, f"the ids that reach experts are not those that it chose: {how}", proved, gate)
+    if how := cut(dispatch, used):
+        return trace, reject(node, f"the ids that leave by a graph break are not those that it chose: {how}", gate=gate)
     if unseen := next((w for n in selection.ids if (w := flow.overwritten_unseen(n)) is not None), None):
         why = f"{spelling(unseen)} ({unseen.name}) may write others in their place before they are used"
-        return trace, reject(node, f"the ids that reach experts may not be those that it chose: {why}", True, gate)
+        return trace, reject(node, f"the ids that reach experts may not be those that it chose: {why}", proved, gate)
     if split is None and (first := of_a_rank(flow, dispatch, selection, held, recorded in dispatch.mixed)):
         why = f"{first} numbers a part of the {experts} experts that it chooses among, and it is not proved that the weights "
         return trace, reject(node, why + "of the others are 0, each beside its choice, in all that is used", True, gate)

@@ -25,9 +25,9 @@ from r3_pass.passes.forcing import Forcing, Swap, plan
 from r3_pass.passes.inputs import fake_mode_of
 from r3_pass.passes.match import is_weight
 from r3_pass.passes.record import Occurrence, Path, attribute, called_as
-from r3_pass.passes.site import Accepted
+from r3_pass.passes.site import Accepted, tokens_of
 from r3_pass.passes.unmask import Read
-from r3_pass.registry.dataflow import DataFlow, dims, plain, product, subgraph_of, value
+from r3_pass.registry.dataflow import DataFlow, dims, product, subgraph_of, value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,13 +84,6 @@ def force(
     _settle(copy)
     unforced = tuple("" if site.fixed or site in plans else str(found[site]) for site, _ in places)
     return Forced(copy, tuple(_occurrences(places)), unforced, added, counts.pop(), top_k)
-
-
-def tokens_of(site: Accepted) -> Any:
-    """T of a site: an int, or an expression of the graph's symbols."""
-    shape = dims(site.columns[0])
-    at = None if site.id_dim is None else site.id_dim % max(len(shape), 1)
-    return plain(product([size for dim, size in enumerate(shape) if dim != at]))
 
 
 def _size(site: Accepted) -> Any:

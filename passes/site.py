@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from torch import fx
 
+from r3_pass.registry.dataflow import dims, plain, product
 from r3_pass.registry.form import Selection
 
 
@@ -86,3 +88,10 @@ class Match:
 
     sites: tuple[Accepted, ...]
     rejected: tuple[Rejected, ...]
+
+
+def tokens_of(site: Accepted) -> Any:
+    """T of a site: an int, or an expression of the graph's symbols."""
+    shape = dims(site.columns[0])
+    at = None if site.id_dim is None else site.id_dim % max(len(shape), 1)
+    return plain(product([size for dim, size in enumerate(shape) if dim != at]))

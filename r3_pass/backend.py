@@ -82,8 +82,8 @@ class CompiledGraph:
     def __call__(self, *args: Any) -> Any:
         weights = self.witnesses.weights(args)
         binding = find_binding(weights, self.served, self._strangers)
-        if binding is None or not binding.recording or not weights:
-            return self.plain(*args)
+        if binding is None or not binding.recording or not weights or torch._C._current_graph_task_id() != -1:
+            return self.plain(*args)  # no step, or a checkpointed region that a backward inside of one runs again
         try:
             placement = self._begin(binding, weights)
         except R3Error as error:

@@ -43,13 +43,20 @@ _ADVICE = (
 
 
 class Replay:
-    """One context: `with backend.replay(routes)`. May be entered again, also for a backward that comes later."""
+    """One context: `with backend.replay(routes)`. May be entered again, also for a backward that comes later.
+
+    Attributes:
+        forwards: by layer, how many took the given routes since it was entered.
+        backward: whether a backward ran in it.
+        unplaced: whether a forward ran whose graph routes, and of which no layer is known to.
+    """
 
     def __init__(self, replays: Replays, routes: Any, model: nn.Module | None, on_bad_row: OnBadRow) -> None:
         self.given = Given(routes, on_bad_row, replays.device, replays.beside())
         self.model = model
         self.forwards: Counter[int] = Counter()
         self.backward = False
+        self.unplaced = False
         self._replays = replays
         self._tracing = contextlib.ExitStack()
         self._named = model is not None
@@ -57,10 +64,11 @@ class Replay:
         self._layer_of: dict[int, int] = {}
         self._told: Counter[int] = Counter()
         self._blocks: dict[int, tuple[Placement, Tensor]] = {}
+        self._routers: dict[int, frozenset[str]] = {}  # by layer, what the weights of its router are called
 
     def __enter__(self) -> Replay:
         self.forwards.clear()
-        self.backward = False
+        self.backward = self.unplaced = False
         self._replays.enter(self)
         if self.model is not None and layers_of(self.model).structure.separate_experts:
             # Loops over experts make Dynamo give up a function, unless operators of data-dependent sizes may be traced.
@@ -82,7 +90,7 @@ class Replay:
     def _settle(self) -> None:
         """Raises if what ran inside left out a layer that routes."""
         if not self.forwards:
-            if self.backward:
+            if self.backward and not self.unplaced:
                 return  # entered again for the backward alone
             raise NoRouterFound(self._nothing_ran())
         assert self.model is not None, "known since the first forward"
@@ -162,6 +170,7 @@ class Replay:
             if why:
                 name = binding.modules.get(layer, site.module)
                 raise PartialCapture(f"replay: layer {layer} ({name}, {site.form}) cannot take given routes: {why}.")
+            self._one_router(layer, binding, placement, graph.witnesses.gates[number])
             column = self._column(binding, layer)
             given.check(column, layer, binding.named.get(layer, site.num_experts), site.top_k)
             columns.append(column)
@@ -177,6 +186,17 @@ class Replay:
             for c in columns
         ]
         return torch.cat(parts)
+
+    def _one_router(self, layer: int, binding: Binding, placement: Placement, gates: Sequence[int]) -> None:
+        """Raises: RefusedConfiguration if the layer's routes went to another router before, of a graph of its own."""
+        owners = (binding.marks.owner(placement.weights[number]) for number in gates)
+        names = frozenset(owner.names[0] for owner in owners if owner is not None and owner.names)
+        known = self._routers.setdefault(layer, names) if names else names
+        if names and known.isdisjoint(names):
+            raise RefusedConfiguration(
+                f"replay: layer {layer} routes twice in one forward ({min(known)} and {min(names)}): routed_experts has room for "
+                "one choice per token and layer. Two routed MLPs in a layer cannot be replayed."
+            )
 
     def _column(self, binding: Binding, layer: int) -> int:
         """Which of the given layers is a decoder layer's: all decoder layers are given, or those that route."""
@@ -279,6 +299,7 @@ class ForcedGraph:
         results = self.forced(*args, block)
         if not recomputes:
             layers = [binding.layers[m] for m in placement.stored]
+            replay.unplaced = replay.unplaced or not layers
             with self.replays.lock:
                 replay.forwards.update(layers)
                 self.replays.forwards.update(layers)
@@ -299,11 +320,19 @@ def _token_counter(module: fx.GraphModule, tokens: Any) -> Callable[[Sequence[An
     for number, node in enumerate(n for n in module.graph.nodes if n.op == "placeholder"):
         seen = value(node)
         if isinstance(seen, torch.SymInt):
-            places.setdefault(plain(seen), (number, None))
+            for name in _names(seen):
+                places.setdefault(name, (number, None))
         elif isinstance(seen, Tensor):
             for dim, size in enumerate(seen.shape):
-                places.setdefault(plain(size), (number, dim))
+                for name in _names(size):
+                    places.setdefault(name, (number, dim))
     wanted = sorted(tokens.free_symbols, key=str)
     where = [places[symbol] for symbol in wanted]
     count = sympy.lambdify(wanted, tokens, "math")
     return lambda args: int(count(*(args[n] if dim is None else args[n].shape[dim] for n, dim in where)))
+
+
+def _names(size: Any) -> tuple[Any, ...]:
+    """What a size is called: also by its symbol, which compiling the graph may have fixed to a number since."""
+    symbol = getattr(size.node, "_expr", None) if isinstance(size, torch.SymInt) else None
+    return (plain(size),) if symbol is None else (plain(size), symbol)

@@ -45,6 +45,7 @@ CREATION = frozenset({
 RANDOM = frozenset(
     {"rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "randperm", "bernoulli", "multinomial"}
 )
+_INPLACE_METHODS = frozenset({"__setitem__", *(f"__{function.__name__}__" for function in _INPLACE_OPERATORS)})
 
 _INLINED = frozenset({
     "wrap", "tag_activation_checkpoint", "wrap_activation_checkpoint", "invoke_subgraph",
@@ -53,6 +54,12 @@ _INLINED = frozenset({
 """Higher-order operators whose graph runs exactly once where they stand: no branch, no loop, no backward beside it."""
 
 _VIEWS = frozenset({"view", "transpose", "permute", "expand", "t", "select", "narrow", "detach"})
+
+_WRITES_ARRAY = {
+    "numpy_method_wrapper": frozenset({"fill", "put", "sort", "partition", "itemset"}),
+    "numpy_to_tensor_wrapper": frozenset({"put", "copyto", "fill_diagonal", "put_along_axis"}),
+}
+"""What changes a numpy array in place, by what Dynamo wraps it in."""
 
 CONTRACTIONS = frozenset({
     "linear", "matmul", "mm", "bmm", "mv", "addmm", "baddbmm", "einsum", "tensordot", "bilinear", "grouped_mm", "scaled_mm",
@@ -89,12 +96,14 @@ def is_inplace(node: fx.Node) -> bool:
     """True if the node changes its first argument and returns it (or, for `setitem`, returns nothing)."""
     if node.op == "call_method":
         name = str(node.target)
-        return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+        return name in _INPLACE_METHODS or (name.endswith("_") and not name.endswith("__"))
     if node.op != "call_function":
         return False
     if node.target is operator.setitem or node.target in _INPLACE_OPERATORS:
         return True
     target = node.target
+    if _asks_for_it(node) or _writes_array(target):
+        return True
     if isinstance(target, torch._ops.OpOverload):
         alias = target._schema.arguments[0].alias_info if target._schema.arguments else None
         return bool(alias is not None and alias.is_write) and target.namespace == "aten"
@@ -104,9 +113,32 @@ def is_inplace(node: fx.Node) -> bool:
     return name.endswith("_") and not name.endswith("__")
 
 
+def _asks_for_it(node: fx.Node) -> bool:
+    """Whether a function of torch.nn.functional is told to work in place: `hardtanh(x, 0, 3, inplace=True)`."""
+    target = node.target
+    if "inplace" in node.kwargs:
+        return bool(node.kwargs["inplace"])
+    code = getattr(target, "__code__", None)
+    if code is None or getattr(target, "__module__", "") != "torch.nn.functional":
+        return False
+    names = code.co_varnames[: code.co_argcount]
+    at = names.index("inplace") if "inplace" in names else len(node.args)
+    return at < len(node.args) and bool(node.args[at])
+
+
+def _writes_array(target: Any) -> bool:
+    """Whether it is numpy's, as Dynamo traces it, and changes the array that it is given."""
+    wrapper = type(target)
+    if wrapper.__module__ != "torch._dynamo.utils" or not wrapper.__name__.startswith("numpy_"):
+        return False
+    name = str(getattr(target, "__name__", "")).removeprefix("wrapped_")
+    known = _WRITES_ARRAY.get(wrapper.__name__, ())
+    return name in known or name in _INPLACE_METHODS or getattr(target, "op", None) in _INPLACE_OPERATORS
+
+
 def written(node: fx.Node) -> list[fx.Node]:
     """The values that an operator changes: in place, by `out=`, or as its schema says. A Triton kernel may change any."""
-    first = node.args[0] if is_inplace(node) and node.args else None
+    first = argument(node, 0, "input", "self") if is_inplace(node) else None
     found: list[Any] = [*first] if isinstance(first, tuple | list) else [first]
     out = node.kwargs.get("out")
     found.extend(out if isinstance(out, tuple | list) else [out])
@@ -332,15 +364,18 @@ class DataFlow:
     def _writers(self, node: fx.Node) -> tuple[list[fx.Node], set[fx.Node]]:
         """Operators that write, after a value was made, to what may share its memory; and all that may.
 
-        Anything integer that is made of it counts: casts that do nothing and views of all kinds do. So do views as another type.
+        Anything integer that is made of it counts: casts that do nothing and views of all kinds do. So does all that is made of a
+        view as another type.
         """
         reached, stack = {node, *self._bases(node)}, [node]
         while stack:
-            for user in self.users(stack.pop()):
+            top = stack.pop()
+            floating = is_tensor(top) and (value(top).dtype.is_floating_point or value(top).dtype.is_complex)
+            for user in self.users(top):
                 seen = value(user)
                 if user in reached or _is_sort(user) or spelling(user) in CREATION:
                     continue
-                if is_tensor(user) and seen.dtype.is_floating_point and spelling(user) not in _VIEWS:
+                if not floating and is_tensor(user) and seen.dtype.is_floating_point and spelling(user) not in _VIEWS:
                     continue
                 reached.add(user)
                 stack.append(user)

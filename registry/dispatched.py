@@ -22,6 +22,7 @@ class Dispatch:
         chain: for each IDS value, the IDS value it was made from; the start maps to None.
         used: IDS values from which a proof was reached.
         escapes: the ids leave the graph as a result.
+        left: IDS values that leave so; left_otherwise: masks, orders or tokens that are made of them do.
         fates: what else they were used for, in words.
         direct: IDS values that a proof starts from at once, without another IDS value between.
         mixed: IDS values in which other choices than the selection's were mixed, and how.
@@ -39,6 +40,8 @@ class Dispatch:
     chain: dict[fx.Node, fx.Node | None] = dataclasses.field(default_factory=dict)
     used: set[fx.Node] = dataclasses.field(default_factory=set)
     escapes: bool = False
+    left: set[fx.Node] = dataclasses.field(default_factory=set)
+    left_otherwise: bool = False
     fates: dict[str, None] = dataclasses.field(default_factory=dict)
     direct: set[fx.Node] = dataclasses.field(default_factory=set)
     mixed: dict[fx.Node, str] = dataclasses.field(default_factory=dict)

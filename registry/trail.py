@@ -136,6 +136,10 @@ class Trail(ABC):
     def _leaves(self, node: fx.Node, label: str) -> None:
         if label in (IDS, PERM, TOK) or (label == MASK and len(dims(node)) >= 2):
             self.found.escapes = True
+            if label == IDS:
+                self.found.left.add(node)
+            else:
+                self.found.left_otherwise = True
         self.found.fates["they are returned" if label == IDS else "what is counted or masked by them is returned"] = (
             None
         )

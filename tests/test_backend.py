@@ -685,6 +685,47 @@ def test_a_saved_model_carries_nothing_of_the_session(sessions: Attach) -> None:
     assert not marks(loaded)
 
 
+# ---- samplers beside the model --------------------------------------------------------------------------------------
+class Generates(nn.Module):
+    """The next token is chosen in the model's frame, which a graph break ends."""
+
+    def __init__(self, choose: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.model, self.choose = Decoder(layers=2, dense=()), choose
+
+    def forward(self, ids: Tensor) -> Tensor:
+        token = self.choose(self.model(ids))
+        torch._dynamo.graph_break()
+        return token + 1
+
+
+def sampled(logits: Tensor) -> Tensor:
+    values, ids = logits.topk(5)
+    return ids.gather(-1, torch.multinomial(values.softmax(-1), 1))
+
+
+@pytest.mark.parametrize("mode", ["record", "both"])
+@pytest.mark.parametrize(
+    "choose",
+    [
+        lambda logits: sampled(logits[0]),
+        lambda logits: sampled(logits[:, -1]),
+        lambda logits: sampled(logits[0, torch.tensor([-1])]),
+        lambda logits: logits[:, -1].topk(5).indices + 3,
+        lambda logits: logits[:, -1].topk(5).indices[:, 0],
+    ],
+)
+def test_a_sampler_in_the_frame_of_the_model(choose: Any, mode: Any, sessions: Attach) -> None:
+    """It chooses among the outputs of a linear, too, by ids that leave the graph: no reason to refuse the model."""
+    torch.manual_seed(0)
+    model = Generates(choose).eval().requires_grad_(False)
+    compiled = torch.compile(model, backend=r3_pass.backend("eager", mode=mode))
+    session = sessions(compiled)
+    with session.step(range(T)):
+        compiled(prompt(T))
+    assert (session.read(range(T)) == truth(model.model, prompt(T))).all()
+
+
 # ---- training -------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])
 @pytest.mark.parametrize("checkpointed", [False, True])
@@ -712,6 +753,27 @@ def test_gradients_are_those_of_a_plain_run(inner: str, checkpointed: bool, sess
     assert len(got) == len(want) and all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
     assert (rows == truth(model, prompt(T))).all()
     assert (session.read(range(T)) == -1).all(), "the backward wrote rows"
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_a_backward_inside_of_the_step(inner: str) -> None:
+    """Layers compiled by themselves, checkpointed from outside: what the backward runs again is no second forward of the step."""
+    torch.manual_seed(0)
+    model = Decoder(layers=4, checkpoint=True).train()
+    backend = r3_pass.backend(inner)
+    for layer in model.layers:
+        layer.compile(backend=backend)
+    session = r3_pass.runtime.attach(model, backend=backend, num_slots=SLOTS)
+    for seed in range(3):
+        with session.step(range(T)):
+            model(prompt(T, seed)).square().mean().backward()
+        assert (session.read(range(T)) == truth(model, prompt(T, seed))).all()
+    earlier = model(prompt(T, 7)).square().mean()
+    with session.step(range(T)):
+        earlier.backward()
+        model(prompt(T, 8))
+    assert (session.read(range(T)) == truth(model, prompt(T, 8))).all()
+    session.detach()
 
 
 # ---- graphs that are refused ----------------------------------------------------------------------------------------

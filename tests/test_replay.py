@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.utils.checkpoint
-from decoder import Decoder, Moe, prompt, truth
+from decoder import D, Decoder, Moe, prompt, truth
 from forced import gradients, loss_of, random_ids, worst
 from torch import Tensor, nn
 
@@ -388,6 +388,85 @@ def test_a_model_that_was_not_compiled() -> None:
     model, backend = make(), r3_pass.backend("aot_eager", mode="replay")
     with pytest.raises(r3_pass.NoRouterFound, match="no compiled graph that routes ran"), backend.replay(routes_for()):
         model(prompt(T))
+
+
+class Convolved(Moe):
+    """Its gate does not look like a router's to the structure, and the ids leave the graph before they reach experts."""
+
+    def __init__(self, top_k: int) -> None:
+        super().__init__(top_k=top_k)
+        self.gate = nn.Conv1d(D, E, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, D)
+        weights, ids = torch.topk(self.gate(x.transpose(1, 2)).softmax(1), self.top_k, dim=1)
+        torch._dynamo.graph_break()
+        weights, ids = (t.transpose(1, 2).reshape(-1, self.top_k) for t in (weights, ids))
+        hidden = torch.relu(torch.einsum("td,tkfd->tkf", flat, self.up[ids]))
+        return torch.einsum("tkf,tkdf,tk->td", hidden, self.down[ids], weights).view(x.shape)
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_a_training_step_in_which_nothing_was_replayed(reentrant: bool | None) -> None:
+    """The backward inside of the context is no excuse for a forward there that routed live."""
+    model, ids = make(moe=lambda k: Convolved(k)), prompt(T)
+    backend = r3_pass.backend("eager", mode="replay")
+    for layer in model.layers:
+        layer.mlp.compile(backend=backend)
+
+    def call() -> Any:
+        x = model.embed(ids)
+        for layer in model.layers:
+            x = layer(x) if reentrant is None else torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=reentrant)
+        return model.head(x)
+
+    with pytest.raises(r3_pass.NoRouterFound), backend.replay(routes_for(), model=model):
+        loss_of(call()).backward()
+
+
+class TwoRouters(nn.Module):
+    def __init__(self, top_k: int) -> None:
+        super().__init__()
+        self.first, self.second = Moe(top_k=top_k), Moe(top_k=top_k)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.first(x)
+        torch._dynamo.graph_break()
+        return x + self.second(x)
+
+
+def test_two_routers_in_a_layer_that_are_compiled_apart() -> None:
+    """Both would take the layer's routes: every layer as often as any other, and none of it right."""
+    model, ids = make(moe=TwoRouters), prompt(T)
+    backend = r3_pass.backend("eager", mode="replay")
+    for layer in model.layers:
+        layer.mlp.compile(backend=backend)
+    with (
+        pytest.raises(
+            r3_pass.RefusedConfiguration, match=r"routes twice[\s\S]*first\.gate\.weight and [\s\S]*second\.gate"
+        ),
+        backend.replay(routes_for(), model=model),
+    ):
+        model(ids)
+
+
+def test_a_size_that_compiling_fixes() -> None:
+    """The graph is traced with a symbol for it, which is a number when the inner compiler is through."""
+
+    class Fixes(Moe):
+        def forward(self, x: Tensor) -> Tensor:
+            flat = x.reshape(-1, D)
+            weights, ids = self.gate(flat).softmax(-1).topk(self.top_k + 1, dim=-1)
+            weights, ids = weights[:, : self.top_k], ids[:, : self.top_k]
+            hidden = torch.relu(torch.einsum("td,tkfd->tkf", flat, self.up[ids]))
+            return torch.einsum("tkf,tkdf,tk->td", hidden, self.down[ids], weights).view(x.shape)
+
+    model = make(moe=lambda k: Fixes(top_k=k))
+    backend = r3_pass.backend("aot_eager", mode="replay")
+    compiled = torch.compile(model, backend=backend)
+    for batch, length in ((2, 8), (1, 1), (2, 1)):
+        ids, routes = prompt(batch * length).view(batch, length), routes_for(tokens=batch * length)
+        check(replayed(backend, lambda ids=ids: compiled(ids), model, routes), oracle(model, ids, routes))
 
 
 def test_why_nothing_was_replayed() -> None:

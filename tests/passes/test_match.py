@@ -350,6 +350,32 @@ def test_ids_that_leave_by_a_break_are_sites_to_confirm() -> None:
     assert matched(hands_out, broken=False).sites == ()
 
 
+@pytest.mark.parametrize(
+    "part",
+    [
+        lambda ids: ids.chunk(2, -1)[1],
+        lambda ids: ids.split([1, 3], -1)[0],
+        lambda ids: torch.stack(ids.unbind(-1)[:2], -1),
+        lambda ids: ids[:, 0, None],
+    ],
+)
+def test_columns_that_leave_by_a_break(part: Callable[[Tensor], Tensor]) -> None:
+    """Experts behind the break get some of the choices: all of them, or others, would be recorded."""
+    found = matched(lambda m, x: part(m.gate(x).topk(4)[1]), broken=True)
+    assert found.sites == () and "columns" in found.rejected[0].reason
+
+
+def test_columns_that_leave_by_a_break_one_by_one() -> None:
+    """Near miss: all of them leave; or a mask leaves beside one of them, which may be of all."""
+    assert one_site(matched(lambda m, x: m.gate(x).topk(2)[1].unbind(-1), broken=True)).top_k == 2
+
+    def counts(m: Layer, x: Tensor) -> Any:
+        ids = m.gate(x).topk(2)[1]
+        return F.one_hot(ids, E), ids[:, 0]
+
+    assert one_site(matched(counts, broken=True)).top_k == 2
+
+
 def test_what_leaves_by_a_break_without_ids_is_none() -> None:
     """Near miss: a loss that leaves by the same break."""
     assert matched(lambda m, x: m.gate(x).topk(2)[1].float().mean(), broken=True).sites == ()

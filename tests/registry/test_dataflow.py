@@ -6,6 +6,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -87,6 +88,20 @@ def test_an_operator_of_a_library_keeps_its_namespace() -> None:
 def test_inplace_operators(target: Any) -> None:
     """A reader behind an in-place update would be tied to the value before it."""
     assert is_inplace(call(target, X, X))
+
+
+@pytest.mark.parametrize("name", ["__iadd__", "__imul__", "__ior__"])
+def test_inplace_operators_by_their_method(name: str) -> None:
+    """`ids.__iadd__(1)`: the method that `+=` calls has no trailing underscore of its own."""
+    assert is_inplace(call(name, X, X))
+
+
+def test_functions_that_are_told_to_work_in_place() -> None:
+    assert is_inplace(call(F.hardtanh, X, 0, 3, inplace=True)) and is_inplace(call(F.hardtanh, X, 0, 3, True))
+    assert not is_inplace(call(F.hardtanh, X, 0, 3)) and not is_inplace(call(F.relu, X, inplace=False))
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    assert written(graph.call_function(F.relu, (), {"input": x, "inplace": True})) == [x]
 
 
 @pytest.mark.parametrize(
@@ -182,6 +197,15 @@ def test_an_update_of_a_copy_is_none_of_its_source() -> None:
         lambda ids: torch.add(ids, 1, out=ids),
         lambda ids: torch.sort(ids, out=(ids, torch.empty_like(ids))),
         lambda ids: torch.ops.r3_test_dataflow.align(ids + 1, ids),
+        lambda ids: F.hardtanh(ids, 0, 3, inplace=True),
+        lambda ids: F.hardtanh(ids, 0, 3, True),
+        lambda ids: ids.__iadd__(1),
+        lambda ids: ids.numpy().fill(2),
+        lambda ids: ids.numpy().__setitem__(..., 2),
+        lambda ids: np.fill_diagonal(ids.numpy(), 2),
+        lambda ids: ids.view(torch.complex64).real.fill_(0.0),
+        lambda ids: torch.view_as_real(ids.view(torch.complex64)).fill_(0.0),
+        lambda ids: ids.view(torch.float64)[:, :1].fill_(0.0),
     ],
 )
 def test_ids_that_are_changed_later_are_overwritten(change: Callable[[Tensor], Any]) -> None:
@@ -209,6 +233,8 @@ def test_what_is_not_overwritten() -> None:
         values.div_(2)
         by_expert, _ = torch.sort(ids.reshape(-1))
         by_expert.clamp_(max=3)
+        torch.from_numpy(np.sort(ids.numpy())).to(torch.float32).mul_(2)
+        ids.float().add_(1)
         return ids + 4, values, by_expert
 
     module = traced(f, torch.randn(3, 4))
