@@ -150,6 +150,9 @@ def _decide(flow: DataFlow, form: RoutingForm, selection: Selection, broken: boo
         return trace, reject(
             node, f"it runs over {experts} values, the linear behind it has {trace.roots[0].width} outputs", gate=gate
         )
+    if reshaped := next((by for n in selection.ids if (by := flow.reshaped(n)) is not None), None):
+        why = f"{spelling(reshaped)} ({reshaped.name}) gives its ids another shape in place, so no graph shows the one they had"
+        return trace, reject(node, why, gate=gate)
     split = partition(flow, selection.ids, trace.roots, experts, _k_dim(selection))
     if split is not None:
         dispatch, recorded, used, held = split.dispatch, split.ids, split.local, split.count

@@ -55,6 +55,9 @@ _INLINED = frozenset({
 
 _VIEWS = frozenset({"view", "transpose", "permute", "expand", "t", "select", "narrow", "detach"})
 
+_RESHAPES = frozenset({"t", "transpose", "view", "resize", "resize_as", "as_strided"})
+"""What gives a tensor another shape, where it is done in place."""
+
 _WRITES_ARRAY = {
     "numpy_method_wrapper": frozenset({"fill", "put", "sort", "partition", "itemset"}),
     "numpy_to_tensor_wrapper": frozenset({"put", "copyto", "fill_diagonal", "put_along_axis"}),
@@ -267,6 +270,7 @@ class DataFlow:
         self._users: dict[fx.Node, list[fx.Node]] = {}
         self._alias: dict[fx.Node, fx.Node] = {}
         self._latest: dict[fx.Node, fx.Node] = {}
+        self._reshaped: dict[fx.Node, fx.Node] = {}
         self._kinds: dict[fx.Node, str] = {}
         self._is_weight = is_weight
         self.graph = graph
@@ -307,6 +311,8 @@ class DataFlow:
             self.outputs.update(read)
         for target in written(node):
             bases = list(self._bases(self.resolve(target)))
+            if is_inplace(node) and spelling(node) in _RESHAPES:
+                self._reshaped[bases[0]] = node
             if is_inplace(node) or "out" in node.kwargs or fills(node) is target:
                 self._latest.update(dict.fromkeys(bases, node))
 
@@ -351,6 +357,13 @@ class DataFlow:
             n in self.outputs or n.op in ("placeholder", "get_attr") or any(_is_unread(user) for user in self.users(n))
             for n in reached
         )
+
+    def reshaped(self, node: fx.Node) -> fx.Node | None:
+        """What gives the value, or a view of it, another shape in place: the graph then notes that one from the start."""
+        for changed, by in self._reshaped.items():
+            if node in self._bases(changed):
+                return by
+        return None
 
     def overwritten_unseen(self, node: fx.Node) -> fx.Node | None:
         """The custom operator or kernel that may change the value in place before it is read again, in a way no graph shows."""

@@ -713,6 +713,7 @@ def sampled(logits: Tensor) -> Tensor:
         lambda logits: sampled(logits[0, torch.tensor([-1])]),
         lambda logits: logits[:, -1].topk(5).indices + 3,
         lambda logits: logits[:, -1].topk(5).indices[:, 0],
+        lambda logits: logits[:, -1].topk(1).indices.squeeze_(-1),
     ],
 )
 def test_a_sampler_in_the_frame_of_the_model(choose: Any, mode: Any, sessions: Attach) -> None:

@@ -376,6 +376,37 @@ def test_columns_that_leave_by_a_break_one_by_one() -> None:
     assert one_site(matched(counts, broken=True)).top_k == 2
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda ids: ids.t_(),
+        lambda ids: ids.swapaxes_(0, 1).fill_(2),
+        lambda ids: ids[:, :1].squeeze_(1),
+        lambda ids: ids.as_strided_((2, T), (T, 1)),
+    ],
+)
+def test_ids_of_another_shape_in_place(change: Callable[[Tensor], Tensor]) -> None:
+    """Dynamo notes one shape for a value, the last: how many experts a token had is not to be seen any more."""
+
+    def use(m: Layer, x: Tensor) -> Any:
+        w, ids = m.gate(x).softmax(-1).topk(2)
+        out = experts(m, x, ids, w)
+        return out, change(ids).sum()
+
+    found = matched(use)
+    assert found.sites == () and "another shape in place" in found.rejected[0].reason
+
+
+def test_counts_of_another_shape_in_place() -> None:
+    """Near miss: what is made of the ids has memory of its own."""
+
+    def use(m: Layer, x: Tensor) -> Any:
+        w, ids = m.gate(x).softmax(-1).topk(2)
+        return experts(m, x, ids, w), torch.bincount(ids.view(-1), minlength=E).unsqueeze_(0)
+
+    assert one_site(matched(use)).top_k == 2
+
+
 def test_what_leaves_by_a_break_without_ids_is_none() -> None:
     """Near miss: a loss that leaves by the same break."""
     assert matched(lambda m, x: m.gate(x).topk(2)[1].float().mean(), broken=True).sites == ()
