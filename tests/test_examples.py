@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,9 @@ import r3_pass
 from r3_pass.registry import RoutingForm, forms
 from r3_pass.registry.forms import FORMS, registered
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "add_form.py"
+EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLE = EXAMPLES / "add_form.py"
+SCRIPTS = sorted(path for path in EXAMPLES.rglob("*.py") if '__name__ == "__main__"' in path.read_text())
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +41,26 @@ def only_built_in_forms() -> Iterator[None]:
 
 def test_it_runs(example: ModuleType, capsys: pytest.CaptureFixture[str], only_built_in_forms: None) -> None:
     """Its own comparison with the eager router raises where a row differs."""
-    example.main()
+    example.main([])
     out = capsys.readouterr().out
     assert "before: 0 sites" in out and "12 tokens x 2 layers equal to the eager router" in out
     assert "[(0, 'softmax_best_two', 8, 2), (1, 'softmax_best_two', 8, 2)]" in out
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: str(path.relative_to(EXAMPLES)))
+def test_help_and_nothing_else(
+    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One of them trained whatever it was asked; an option that it does not know is no reason to run, either."""
+    monkeypatch.syspath_prepend(str(script.parent))
+    for option, status in (("--help", 0), ("--no-such-option", 2)):
+        monkeypatch.setattr(sys, "argv", [str(script), option])
+        try:
+            with pytest.raises(SystemExit) as stopped:
+                runpy.run_path(str(script), run_name="__main__")
+        except ModuleNotFoundError as missing:
+            pytest.skip(f"needs {missing.name}")
+        assert stopped.value.code == status and "usage: " in "".join(capsys.readouterr())
 
 
 def test_without_the_form_the_operator_is_named(example: ModuleType) -> None:
