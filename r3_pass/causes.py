@@ -13,8 +13,8 @@ HOOK = (
     "which works in a model that is compiled whole only): compile the model whole, or do without the hook."
 )
 LOOP = (
-    "A loop over experts in the router's own function (torch.where(ids == e) for each) breaks it there, too: set "
-    "torch._dynamo.config.capture_dynamic_output_shape_ops = True and call torch._dynamo.reset()."
+    "A loop over experts in the function that calls the router (torch.where(ids == e) for each) breaks it, too: put the loop into "
+    "a module of its own, or set torch._dynamo.config.capture_dynamic_output_shape_ops = True; then call torch._dynamo.reset()."
 )
 
 

@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from decoder import D, Moe, decoder, prompt
@@ -56,6 +58,33 @@ class Looped(Moe):
             hidden = torch.relu(flat[tokens] @ self.up[number].T) @ self.down[number].T
             out.index_add_(0, tokens, hidden * weights[tokens, place, None])
         return out.view(x.shape)
+
+
+class Bank(nn.Module):
+    def __init__(self, moe: Looped) -> None:
+        super().__init__()
+        self.up, self.down = moe.up, moe.down
+
+    def forward(self, flat: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        out = torch.zeros_like(flat)
+        for number in range(len(self.up)):
+            tokens, place = torch.where(ids == number)
+            hidden = torch.relu(flat[tokens] @ self.up[number].T) @ self.down[number].T
+            out.index_add_(0, tokens, hidden * weights[tokens, place, None])
+        return out
+
+
+class LoopedApart(Looped):
+    """The same loop in a module of its own: the graph ends at its call, with the ids in hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = Bank(self)
+        del self.up, self.down
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, D)
+        return self.experts(flat, *self.router(flat)).view(x.shape)
 
 
 class Separate(nn.Module):
@@ -189,8 +218,31 @@ def test_a_loop_over_a_bank_is_told_how_to_be_traced() -> None:
     torch._dynamo.reset()
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True), torch.no_grad(), session.step(range(5)):
         compiled(prompt(5))
-    chosen: list[Tensor] = []
-    with torch.no_grad(), model.layers[1].mlp.router.register_forward_hook(lambda _m, _x, out: chosen.append(out[1])):
-        model(prompt(5))
-    assert (session.read(range(5))[:, 1] == chosen[0].numpy()).all()
+    assert (session.read(range(5))[:, 1] == chosen(model)).all()
     session.detach()
+
+
+@pytest.mark.parametrize("per_layer", [False, True])
+def test_a_loop_over_a_bank_in_a_module_of_its_own_is_recorded(per_layer: bool) -> None:
+    """The other thing that the message says to do."""
+    model, backend = decoder(layers=2, moe=lambda _: LoopedApart()), r3_pass.backend("eager")
+    call: Callable[..., Any] = model if per_layer else torch.compile(model, backend=backend)
+    for layer in model.layers if per_layer else ():
+        layer.compile(backend=backend)
+    session = r3_pass.runtime.attach(call, backend=backend, num_slots=16)
+    with torch.no_grad(), session.step(range(5)):
+        call(prompt(5))
+    assert (session.read(range(5))[:, 1] == chosen(model)).all()
+    session.detach()
+
+
+def chosen(model: nn.Module) -> npt.NDArray[np.int64]:
+    """The ids of layer 1, by its router run eagerly."""
+    seen: list[Tensor] = []
+    with (
+        torch.no_grad(),
+        torch.compiler.set_stance("force_eager"),
+        model.get_submodule("layers.1.mlp.router").register_forward_hook(lambda _m, _x, out: seen.append(out[1])),
+    ):
+        model(prompt(5))
+    return seen[0].numpy()
