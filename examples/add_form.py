@@ -13,6 +13,8 @@ Four steps, for any spelling that is not recognised:
 
 from __future__ import annotations
 
+import argparse
+
 import torch
 from torch import Tensor, fx, nn
 
@@ -67,7 +69,8 @@ def find(flow: DataFlow, node: fx.Node) -> Selection | None:
     return Selection(node, scores, -1, (node,)) if scores is not None else None
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args(arguments)
     torch.manual_seed(0)
     model, x = Model().eval(), torch.randn(TOKENS, HIDDEN)
 

@@ -18,6 +18,7 @@ The loop without TRL is `policy()` in `examples/mismatch.py`.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import string
 import tempfile
@@ -243,6 +244,7 @@ def make_trainer(
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     warnings.simplefilter("ignore")
     transformers_logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder:

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from r3_pass.errors import R3Error
 from r3_pass.explain import explain
 from r3_pass.report import Report
 from r3_pass.runtime.slots import Geometry
+from r3_pass.structure import inspect
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -46,17 +48,20 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument("--json", action="store_true", help="print JSON")
     given = parser.parse_args(arguments)
     try:
-        report, layers = _explain_config(given.model, given.layers, given.experts_implementation)
+        report, layers, built = _explain_config(given.model, given.layers, given.experts_implementation)
     except (R3Error, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if given.dump:
         report.dump(given.dump)
     print(_as_json(report, layers, given.slots) if given.json else _as_text(report, layers, given.slots))
-    return 0 if report.sites else 1
+    if report.sites:
+        return 0
+    print(_why_none(built), file=sys.stderr)
+    return 1
 
 
-def _explain_config(model: str, layers: int | None, experts: str) -> tuple[Report, int]:
+def _explain_config(model: str, layers: int | None, experts: str) -> tuple[Report, int, nn.Module]:
     try:
         import transformers
     except ImportError as error:
@@ -79,9 +84,11 @@ def _explain_config(model: str, layers: int | None, experts: str) -> tuple[Repor
     text = config.get_text_config(decoder=True)
     if layers is not None:
         text.num_hidden_layers = layers
-        if getattr(text, "layer_types", None):
+        if vars(text).get("layer_types"):  # of some configs it follows from the number of layers
             text.layer_types = text.layer_types[:layers]
     text._experts_implementation = experts
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(_no_decoder(model, config))
     started = time.perf_counter()
     _progress(f"building {type(config).__name__} on the meta device ({text.num_hidden_layers} layers)")
     with torch.device("meta"):
@@ -90,7 +97,32 @@ def _explain_config(model: str, layers: int | None, experts: str) -> tuple[Repor
     _progress(f"tracing one forward ({time.perf_counter() - started:.0f} s so far)")
     report = explain(built, torch.ones(1, 8, dtype=torch.int64, device="meta"), use_cache=False)
     _progress(f"done in {time.perf_counter() - started:.0f} s, {report.num_graphs} graphs")
-    return report, int(text.num_hidden_layers)
+    return report, int(text.num_hidden_layers), built
+
+
+def _no_decoder(model: str, config: Any) -> str:
+    if getattr(config, "is_encoder_decoder", False):
+        return (
+            f"{model!r} is an encoder-decoder: layers of both number from 0, and routed_experts has one axis of layers. Of a model "
+            "that you have built, r3_pass.explain(model.get_decoder(), input_ids) shows the decoder."
+        )
+    return (
+        f"{model!r} is no causal language model: transformers' AutoModelForCausalLM has none for {type(config).__name__}. Build "
+        "the model yourself, and call r3_pass.explain(model, *inputs)."
+    )
+
+
+def _why_none(model: nn.Module) -> str:
+    name, structure = type(model).__name__, inspect(model)
+    if not structure.may_route:
+        return (
+            f"{name} is dense: none of its {sum(structure.blocks.values())} blocks holds experts, so there is nothing to record or "
+            "replay. Leave r3_pass out; or if it should have experts, look at what its config says of them."
+        )
+    return (
+        f"No router of {name} was found. If it has experts, --dump FOLDER writes every rejected candidate and why, and "
+        "examples/add_form.py shows how a spelling is added; if it has none, there is nothing to record or replay."
+    )
 
 
 def _positive(text: str) -> int:

@@ -333,7 +333,7 @@ def _device_of(sites: Sequence[Accepted]) -> torch.device:
     return seen.device if isinstance(seen, Tensor) else torch.device("cpu")
 
 
-def backend(inner: Inner = "inductor", *, mode: Mode = "record", fuse_router: bool = False) -> Backend:
+def backend(inner: Inner = "inductor", *uncalled: object, mode: Mode = "record", fuse_router: bool = False) -> Backend:
     """A `torch.compile` backend that records which experts every token was routed to.
 
     >>> import r3_pass, torch
@@ -353,10 +353,20 @@ def backend(inner: Inner = "inductor", *, mode: Mode = "record", fuse_router: bo
             without, where it is exactly a routing that the kernel computes; `report()` says of each site whether it is, or why
             not. Weights are then equal up to rounding, not bit for bit, and so are ids where the margin is more than
             `r3_pass.passes.router.MARGIN`. For inference: with mode="record", and no gradients.
+        uncalled: never given; what Dynamo passes where this function itself was taken for a backend.
 
-    Raises: RefusedConfiguration if Dynamo knows no backend of that name, if it is one of r3_pass, or for fuse_router with another
-        mode; ValueError for an unknown mode.
+    Raises: RefusedConfiguration if Dynamo knows no backend of that name, if it is one of r3_pass, for fuse_router with another
+        mode, or where Dynamo calls this function itself; ValueError for an unknown mode.
     """
+    if isinstance(inner, fx.GraphModule):
+        raise RefusedConfiguration(
+            "torch.compile was given r3_pass.backend itself, which makes a backend and is none. Call it: "
+            "torch.compile(model, backend=r3_pass.backend())."
+        )
+    if uncalled:
+        raise TypeError(
+            f"backend takes inner alone by position, got {uncalled!r} as well: mode= and fuse_router= go by name"
+        )
     if not isinstance(inner, str) and not callable(inner):
         raise ValueError(f"inner is the name of a Dynamo backend or a backend, got {inner!r}")
     if isinstance(inner, Backend) or inner in (r3_pass, "r3_pass"):

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from r3_pass.binding import Binding, Placement
+from r3_pass.causes import HOOK, LIMIT, LOOP, listed
 from r3_pass.errors import InvalidRoutes, NoRouterFound, PartialCapture, RefusedConfiguration
 from r3_pass.given import Given, OnBadRow
 from r3_pass.inner import Compiled
@@ -33,13 +34,14 @@ from r3_pass.places import Place
 from r3_pass.registry.dataflow import plain, value
 from r3_pass.replays import Replays, layers_of
 
-_ADVICE = (
-    "Compile the blocks that route so that their graphs run in training, too (each MoE block by itself: "
-    "block.mlp.compile(backend=backend)), and pass model= to replay(); r3_pass.explain(model, ...) and "
-    "backend.report() say what was seen. A hook on a gate breaks the graph of a block between its top-k and its experts: "
-    "transformers sets one for output_router_logits=True, which works in a model that is compiled whole only. So does a loop over "
-    "the experts (torch.where(ids == e) for each), unless torch._dynamo.config.capture_dynamic_output_shape_ops is True"
+_COMPILE = (
+    "Eager code ran, or a wrapper was passed by: compile the blocks that route so that their graphs run in training, too (each MoE "
+    "block by itself: block.mlp.compile(backend=backend)), and pass model= to replay()."
 )
+_WITHOUT = "No forward ran in it, or only in another context inside of it: put the context around the forward."
+_DENSE = "The model is dense: leave the context out."
+_BACKEND = "It was compiled with another backend, or not at all: compile it with the backend whose replay() this is."
+_SEEN = "r3_pass.explain(model, ...) and backend.report() say what was seen."
 
 
 class Replay:
@@ -101,9 +103,8 @@ class Replay:
         if missing:
             raise PartialCapture(
                 f"replay: {len(expected) - len(missing)} of {len(expected)} MoE layers took the given routes; layers "
-                f"{', '.join(map(str, missing))} routed live in at least one forward: their graph did not run (eager "
-                "code, a graph break, "
-                f"torch._dynamo.config.recompile_limit, a wrapper that was passed by). Drop this step. {_ADVICE}."
+                f"{', '.join(map(str, missing))} routed live in at least one forward: their graph did not run. Drop this step. The "
+                f"likeliest causes first:{listed((_COMPILE, LIMIT, HOOK, LOOP))}\n{_SEEN}"
             )
 
     def _nothing_ran(self) -> str:
@@ -115,10 +116,8 @@ class Replay:
                     f"{text}{name}, which model= names, is dense: it has no experts to choose. Leave the context out."
                 )
             text += f"model= names this {name}: forwards of another model, or of a copy, are none of it. "
-        return (
-            f"{text}Either no forward ran in it, or only in another context inside of it; or the model is dense (leave the context "
-            f"out); or it was compiled with another backend, or not at all, or its code fell back to eager. {_ADVICE}."
-        )
+        causes = (_WITHOUT, _BACKEND, _COMPILE, LIMIT, HOOK, LOOP, _DENSE)
+        return f"{text}The likeliest causes first:{listed(causes)}\n{_SEEN}"
 
     # ---- calls --------------------------------------------------------------------------------------------------
     def binding_for(self, weights: Sequence[Any]) -> Binding | None:

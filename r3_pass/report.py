@@ -181,6 +181,7 @@ class Report:
         rows = self.table()
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        lines = lines if len(lines) > 1 else []
         rejected = self.rejected
         routing = [r for r in rejected if r.routing]
         lines.append(f"{len(rows) - 1} sites in {self.num_graphs} graphs; {len(rejected)} other candidates rejected")

@@ -262,6 +262,18 @@ def test_an_inner_backend_that_cannot_be() -> None:
             r3_pass.backend(ours)
 
 
+@pytest.mark.parametrize("mode", [None, "max-autotune"])
+def test_a_backend_that_was_not_called(mode: str | None) -> None:
+    """It was Python's complaint about arguments, of a call that no one wrote."""
+    compiled = torch.compile(nn.Linear(D, D), backend=r3_pass.backend, mode=mode)
+    with pytest.raises(Exception, match=r"Call it: torch\.compile\(model, backend=r3_pass\.backend\(\)\)") as error:
+        compiled(torch.ones(2, D))
+    causes = [error.value, error.value.__cause__, getattr(error.value, "inner_exception", None)]
+    assert any(isinstance(cause, r3_pass.RefusedConfiguration) for cause in causes)
+    with pytest.raises(TypeError, match="inner alone by position"):
+        r3_pass.backend("eager", "replay")
+
+
 # ---- layers ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])
 def test_one_graph_for_all_layers(inner: str, sessions: Attach) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,8 @@ import r3_pass
 from r3_pass.registry import RoutingForm, forms
 from r3_pass.registry.forms import FORMS, registered
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "add_form.py"
+EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLE = EXAMPLES / "add_form.py"
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +40,37 @@ def only_built_in_forms() -> Iterator[None]:
 
 def test_it_runs(example: ModuleType, capsys: pytest.CaptureFixture[str], only_built_in_forms: None) -> None:
     """Its own comparison with the eager router raises where a row differs."""
-    example.main()
+    example.main([])
     out = capsys.readouterr().out
     assert "before: 0 sites" in out and "12 tokens x 2 layers equal to the eager router" in out
     assert "[(0, 'softmax_best_two', 8, 2), (1, 'softmax_best_two', 8, 2)]" in out
+
+
+_ASK = """
+import os, runpy, sys
+for script in sys.argv[1:]:
+    sys.path.insert(0, os.path.dirname(script))
+    for option in ("--help", "--no-such-option"):
+        sys.argv = [script, option]
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except SystemExit as stopped:
+            print("exit", stopped.code)
+        except ModuleNotFoundError as missing:
+            print("needs", missing.name)
+"""
+
+
+def test_scripts_ask_before_they_run() -> None:
+    """One of them trained whatever it was asked; an option that it does not know is no reason to run, either."""
+    scripts = [str(path) for path in EXAMPLES.rglob("*.py") if '__name__ == "__main__"' in path.read_text()]
+    done = subprocess.run([sys.executable, "-c", _ASK, *scripts], capture_output=True, text=True, check=True)
+    said = [line for line in done.stdout.splitlines() if line.startswith(("exit", "needs", "usage"))]
+    assert len(scripts) >= 7 and f"usage: {EXAMPLE.name} [-h]" in said
+    ends = [line for line in said if not line.startswith("usage")]
+    for script, answers in zip(scripts, zip(ends[::2], ends[1::2], strict=True), strict=True):
+        asked = all(answer.startswith("needs") for answer in answers) or answers == ("exit 0", "exit 2")
+        assert asked, (script, answers, done.stderr)
 
 
 def test_without_the_form_the_operator_is_named(example: ModuleType) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -74,7 +75,30 @@ def test_a_dense_model(config: Path, capsys: pytest.CaptureFixture[str]) -> None
     """Another exit status than a model that can be recorded: a script asks."""
     config.write_text(json.dumps({**SMALL, "mlp_only_layers": [0, 1, 2]}))
     assert main(["explain", str(config)]) == 1
-    assert "0 sites" in capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert out.startswith("0 sites in 1 graphs")
+    assert err.splitlines()[-1].startswith("Qwen3MoeForCausalLM is dense: none of its 3 blocks holds experts")
+
+
+def test_a_model_whose_router_nothing_finds(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It may have experts: it is not called dense. (A convolution looks like them, until a graph is seen.)"""
+    config.write_text(json.dumps({"model_type": "mamba", "num_hidden_layers": 3, "hidden_size": 32, "vocab_size": 64}))
+    assert main(["explain", str(config), "--layers", "2"]) == 1
+    assert capsys.readouterr().err.splitlines()[-1].startswith("No router of MambaForCausalLM was found. If it has")
+
+
+@pytest.mark.parametrize(
+    ("model", "what"),
+    [
+        ("t5", r"'t5' is an encoder-decoder.*get_decoder\(\)"),
+        ("clip", r"no causal language model.*CLIPConfig.*explain\(model"),
+    ],
+)
+def test_a_model_that_is_no_decoder(model: str, what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It was transformers' list of all classes that it has, 6,000 characters."""
+    assert main(["explain", model]) == 2
+    error = capsys.readouterr().err
+    assert re.search(rf"^error: .*{what}", error, re.M) and len(error) < 400
 
 
 @pytest.mark.parametrize(

@@ -383,11 +383,23 @@ def test_a_layer_that_cannot_be_forced() -> None:
         compiled(ids)
 
 
+CAUSES = (
+    "No forward ran", "another backend", "block.mlp.compile", "recompile_limit", "output_router_logits",
+    "capture_dynamic_output_shape_ops", "is dense",
+)  # fmt: skip
+
+
 # ---- forwards that were not replayed ---------------------------------------------------------------------------------
 def test_a_model_that_was_not_compiled() -> None:
     model, backend = make(), r3_pass.backend("aot_eager", mode="replay")
-    with pytest.raises(r3_pass.NoRouterFound, match="no compiled graph that routes ran"), backend.replay(routes_for()):
+    with (
+        pytest.raises(r3_pass.NoRouterFound, match="no compiled graph that routes ran") as error,
+        backend.replay(routes_for()),
+    ):
         model(prompt(T))
+    causes = [line for line in str(error.value).splitlines() if line.startswith("  - ")]
+    assert [words in cause for words, cause in zip(CAUSES, causes, strict=True)] == [True] * len(CAUSES)
+    assert max(map(len, causes)) < 300
 
 
 class Convolved(Moe):
@@ -477,7 +489,7 @@ def test_why_nothing_was_replayed() -> None:
         pass
     model, other = make(), make()
     compiled = torch.compile(other, backend=backend)
-    not_it = r"forwards of another model, or of a copy[\s\S]*no forward ran in it"
+    not_it = r"forwards of another model, or of a copy[\s\S]*No forward ran in it"
     with pytest.raises(r3_pass.NoRouterFound, match=not_it), backend.replay(routes_for(), model=model):
         compiled(prompt(T))
 

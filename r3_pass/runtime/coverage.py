@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from r3_pass.binding import Binding
+from r3_pass.causes import HOOK, LIMIT, LOOP, listed
 from r3_pass.errors import NoRouterFound, PartialCapture, RefusedConfiguration
 from r3_pass.places import goes_through
 from r3_pass.report import GraphRecord
@@ -13,23 +14,34 @@ from r3_pass.structure import Block, numbered
 Reasons = Callable[[Block], str]
 """From a decoder layer to why its candidates were rejected, "" if none was."""
 
-_ADVICE = (
-    "Call the compiled model inside the step, not the model itself, and once. "
-    "Run r3_pass.explain(model, ...) for every candidate. A layer whose graph did not run was not compiled with this backend "
-    "(layer.compile(backend=backend), each of them), or fell back to eager: a graph break inside it (a hook on its gate makes "
-    "one, such as transformers' for output_router_logits=True where blocks are compiled by themselves; so does a loop over its "
-    "experts, torch.where(ids == e) for each, unless torch._dynamo.config.capture_dynamic_output_shape_ops is True), a disabled "
-    "region, a call that bypassed the compiled wrapper, or Dynamo's recompilation limit, of which it warns once: set a higher "
-    "torch._dynamo.config.recompile_limit, call torch._dynamo.reset(), and run the step again."
+_CALL = (
+    "It was not called as compiled (the model itself was, or the call bypassed the compiled wrapper): call the compiled model "
+    "inside the step, and once."
+)
+_COMPILE = (
+    "It was not compiled with this backend: torch.compile(model, backend=backend), or layer.compile(backend=backend), each of "
+    "them."
+)
+_DISABLED = "It lies in a disabled region (torch.compiler.disable), or behind another graph break: take that away."
+_LOOPS = (
+    "This model loops over its experts, which Dynamo traces only in what is compiled inside a step: call torch._dynamo.reset() and "
+    "run the step again."
 )
 _NEVER = (
     "Nothing of this model that r3_pass compiled has run yet. Compile it with torch.compile(model, "
-    "backend=r3_pass.backend()); where an engine compiles it, give the backend to the engine's compile config. "
+    "backend=r3_pass.backend()); where an engine compiles it, give the backend to the engine's compile config.\n"
 )
-_LOOPS = (
-    " This model loops over its experts, which Dynamo traces only in what is compiled inside a step: call "
-    "torch._dynamo.reset() and run the step again."
-)
+
+
+def _advice(binding: Binding) -> str:
+    causes = [_CALL, _COMPILE, LIMIT, HOOK, LOOP, _DISABLED]
+    if binding.structure.separate_experts:
+        causes.remove(LOOP)
+        causes.insert(0, _LOOPS)
+    return (
+        f"Why no graph of a layer runs, or it falls back to eager, the likeliest first:{listed(causes)}\n"
+        "Run r3_pass.explain(model, ...) for every candidate, and the step again."
+    )
 
 
 def reasons_of(graphs: Callable[[], Iterable[GraphRecord]]) -> Reasons:
@@ -72,19 +84,19 @@ def check_coverage(binding: Binding, reasons: Reasons) -> bool:
     written = [layer for layer, calls in zip(binding.layers, binding.calls, strict=True) if calls]
     expected = binding.layers or binding.expected()
     missing = [layer for layer in expected if layer not in written]
-    lines = [*binding.problems, *(f"layer {layer}: {_why(binding, layer, reasons)}" for layer in missing)]
-    listed = "".join(f"\n  {line}" for line in lines)
-    advice = _nothing_expected(binding) if not expected else _ADVICE
-    if binding.structure.separate_experts:
-        advice += _LOOPS
+    seen = [*binding.problems, *(f"layer {layer}: {_why(binding, layer, reasons)}" for layer in missing)]
+    lines = "".join(f"\n  {line}" for line in seen)
+    advice = _advice(binding)
     name = type(binding.model).__name__
     if not expected:
-        raise NoRouterFound(f"no MoE layer of {name} could be captured in this step.{listed}\n{advice}")
+        raise NoRouterFound(
+            f"no MoE layer of {name} could be captured in this step.{lines}\n{_nothing_expected(binding)}\n{advice}"
+        )
     if not written and not binding.problems:
-        what = f" ({len(missing)} were expected):{listed}"
+        what = f" ({len(missing)} were expected):{lines}"
         advice = advice if binding.modules or any(map(reasons, _blocks(binding, missing))) else _NEVER + advice
         raise NoRouterFound(f"no compiled MoE layer of {name} ran in this step{what}\n{advice}")
-    raise PartialCapture(f"{len(written)} of {len(expected)} MoE layers were captured in this step.{listed}\n{advice}")
+    raise PartialCapture(f"{len(written)} of {len(expected)} MoE layers were captured in this step.{lines}\n{advice}")
 
 
 def _blocks(binding: Binding, layers: Iterable[int]) -> Iterable[Block]:
@@ -100,18 +112,18 @@ def _nothing_expected(binding: Binding) -> str:
         whose = "num_layers= says" if binding.num_layers is not None else "the config says"
         return (
             f"{past[0]}, but that lies past the {count} decoder layers that {whose}. Pass num_layers= the number of decoder "
-            "layers to attach. "
-        ) + _ADVICE
+            "layers to attach."
+        )
     if len({block.container for block in structure.experts}) > 1:
         lists = ", ".join(sorted({repr(block.container) for block in structure.experts}))
-        return f"Experts are in several lists of blocks: {lists}. Attach the module that holds one of them. " + _ADVICE
+        return f"Experts are in several lists of blocks: {lists}. Attach the module that holds one of them."
     if structure.loose or not structure.blocks:
         what = f"{structure.loose[0]} holds experts, but" if structure.loose else "The model has"
         return (
             f"{what} no numbered module around its layers, and the number is what tells which decoder layer a row is of. Put the "
-            "blocks in a torch.nn.ModuleList (layers.0, layers.1, ...), or attach a module in which they are. "
-        ) + _ADVICE
-    return "The modules of the model show no experts. " + _ADVICE
+            "blocks in a torch.nn.ModuleList (layers.0, layers.1, ...), or attach a module in which they are."
+        )
+    return "The modules of the model show no experts."
 
 
 def _why(binding: Binding, layer: int, reasons: Reasons) -> str:

@@ -78,6 +78,19 @@ def length(slots: object) -> int:
     return int(given.shape[0])
 
 
+def without_padding(request_id: Hashable, start: int, slots: Slots) -> None:
+    """Raises ValueError if one of the slots on the host that hold positions start, start + 1, ... is -1, which is no slot."""
+    if isinstance(slots, Tensor) and slots.device.type != "cpu":
+        return
+    none = np.flatnonzero(np.asarray(slots) == -1)
+    if none.size:
+        first = int(none[0])
+        raise ValueError(
+            f"request {request_id!r}, position {start + first}: -1 is no slot and has no row (it is padding, in a mapping). "
+            f"Give the slot of each position from {start} on, or of those alone that have KV, and forward the others."
+        )
+
+
 def distinct(slots: Slots) -> None:
     """Raises ValueError if a slot on the host stands twice among those that are written."""
     if isinstance(slots, Tensor) and slots.device.type != "cpu":

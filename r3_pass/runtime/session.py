@@ -27,7 +27,7 @@ from r3_pass.runtime.coverage import reasons_of
 from r3_pass.runtime.delivery import Delivery
 from r3_pass.runtime.engines.base import NO_PROBE, EngineAdapter
 from r3_pass.runtime.hooked import FORM, HookedRouter
-from r3_pass.runtime.inputs import batch_of, count, distinct, first_position, token_count
+from r3_pass.runtime.inputs import batch_of, count, distinct, first_position, token_count, without_padding
 from r3_pass.runtime.inputs import length as length_of
 from r3_pass.runtime.memory import Placement
 from r3_pass.runtime.refusals import Deployment
@@ -213,7 +213,8 @@ class Session:
             start: first position that was skipped; the request has all before it.
             slots: int [n], slot of each skipped position, in order.
 
-        Raises: MissingRoutes for a gap; StaleRoutes if a row is void: here on a CPU, by `finish` elsewhere.
+        Raises: MissingRoutes for a gap; StaleRoutes if a row is void: here on a CPU, by `finish` elsewhere; ValueError for slots
+            on the host that are none, -1 among them. The request is then as it was.
         """
         with self._lock:
             self._usable()
@@ -221,6 +222,7 @@ class Session:
             if length:
                 buffer = self._store.required()
                 batch = batch_of(SegmentBatch((request_id,), (start,), (length,)))
+                without_padding(request_id, start, slots)
                 self._delivery.take_over(buffer, batch, slots)
 
     def assign(self, slots: Slots) -> None:

@@ -32,7 +32,9 @@ class Step:
     """The context of one step; see `Session.step`.
 
     A model that loops over its experts (`torch.where(ids == e)` for each) makes Dynamo give up the whole function, router included,
-    unless operators with data-dependent sizes may be traced. For such models, what is compiled inside a step may.
+    unless operators with data-dependent sizes may be traced. For such models, what is compiled inside a step may: where
+    experts are modules, that is. Others may hold code (`nonzero().tolist()`) that Dynamo leaves to eager as things are, and fails
+    to compile once such operators are traced.
 
     Attributes:
         gone: requests that were finished or aborted while the step is open.

@@ -1061,6 +1061,20 @@ def test_a_refused_prefix_hit_registers_nobody(loop: Loop) -> None:
     loop.goes_on()
 
 
+@pytest.mark.parametrize("make", [list, np.array, torch.tensor])
+def test_a_prefix_hit_without_a_slot(loop: Loop, make: Callable[[list[int]], Any]) -> None:
+    """-1 has had no owner; its row was called void, after the rows before it were queued."""
+    tokens = prompt(6)
+    loop.step(("a", 0, tokens, range(6)))
+    loop.step(("b", 0, tokens[:, :2], [20, 21]))
+    for name, start in (("b", 2), ("b", 1), ("c", 0)):
+        with pytest.raises(ValueError, match=rf"'{name}', position {start + 1}: -1 is no slot.*from {start} on"):
+            loop.session.prefix_hit(name, start, make([start, -1, 4]))
+    assert "c" not in loop.session._delivery.table
+    loop.session.prefix_hit("b", 2, make([2, 3, 4, 5]))
+    assert (loop.session.finish("b", 7) == loop.truth(tokens)).all()
+
+
 # ---- geometry -------------------------------------------------------------------------------------------------------
 def test_the_number_of_layers() -> None:
     """Trailing dense layers count; a number that is given wins over what the config says."""
