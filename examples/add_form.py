@@ -20,7 +20,8 @@ from torch import Tensor, fx, nn
 
 import r3_pass
 from r3_pass.registry import RoutingForm, Selection
-from r3_pass.registry.dataflow import DataFlow, argument, spelling
+from r3_pass.registry.dataflow import DataFlow
+from r3_pass.registry.operators import argument, spelling
 
 TOKENS, HIDDEN, EXPERTS = 12, 16, 8
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from torch import fx
 
-from r3_pass.registry.dataflow import DataFlow, dims, spelling
+from r3_pass.registry.dataflow import DataFlow
 from r3_pass.registry.dispatched import Dispatch
 from r3_pass.registry.form import Selection
+from r3_pass.registry.operators import spelling
 from r3_pass.registry.partition import shares
 from r3_pass.registry.scores import index_mapping
+from r3_pass.registry.shapes import dims
 
 _RENUMBERING = frozenset({
     "sub", "add", "where", "masked_fill", "setitem", "index_put", "clamp", "clamp_min", "clamp_max", "clip",

@@ -9,8 +9,10 @@ from torch import fx
 
 from r3_pass.passes.places import reject
 from r3_pass.passes.site import Accepted, Match, Rejected
-from r3_pass.registry.dataflow import DataFlow, dims, spelling
+from r3_pass.registry.dataflow import DataFlow
 from r3_pass.registry.form import Selection
+from r3_pass.registry.operators import spelling
+from r3_pass.registry.shapes import dims
 from r3_pass.registry.trace import Trace
 
 Decision = Accepted | Rejected

@@ -21,9 +21,10 @@ from torch import fx
 from r3_pass.passes.reach import Reach, is_scalar
 from r3_pass.passes.site import Accepted
 from r3_pass.passes.unmask import MASKS, POINTWISE, Read, Unmasking, Unprovable
-from r3_pass.registry.dataflow import DataFlow, argument, dims, is_tensor, spelling, value
+from r3_pass.registry.dataflow import DataFlow
 from r3_pass.registry.form import Selection
-from r3_pass.registry.operators import COMPARISONS
+from r3_pass.registry.operators import COMPARISONS, argument, spelling
+from r3_pass.registry.shapes import dims, is_tensor, value
 
 _SELECTS = frozenset({"max", "min", "amax", "amin", "topk", "sort", "msort", "kthvalue", "cummax", "median"})
 

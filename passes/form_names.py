@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 
 from torch import fx
 
-from r3_pass.registry.dataflow import DataFlow, spelling
+from r3_pass.registry.dataflow import DataFlow
 from r3_pass.registry.form import RoutingForm, Selection
+from r3_pass.registry.operators import spelling
 from r3_pass.registry.trace import Trace
 
 

@@ -19,7 +19,8 @@ from r3_pass.passes.match import is_weight
 from r3_pass.passes.record import copy_graph
 from r3_pass.passes.router import arguments, route
 from r3_pass.passes.site import Accepted
-from r3_pass.registry.dataflow import DataFlow, dims, value
+from r3_pass.registry.dataflow import DataFlow
+from r3_pass.registry.shapes import dims, value
 
 
 @dataclasses.dataclass(frozen=True)

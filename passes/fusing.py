@@ -16,10 +16,13 @@ from torch import fx
 
 from r3_pass.passes.router import MOST_CHOICES, MOST_EXPERTS
 from r3_pass.passes.site import Accepted
-from r3_pass.registry.dataflow import DataFlow, argument, dims, is_inplace, is_tensor, spelling, value, written
+from r3_pass.registry.dataflow import DataFlow
 from r3_pass.registry.form import Selection
+from r3_pass.registry.operators import argument, spelling
 from r3_pass.registry.read_routing import Reading, read_routing
 from r3_pass.registry.routing import Unread
+from r3_pass.registry.shapes import dims, is_tensor, value
+from r3_pass.registry.writes import is_inplace, written
 
 _ALIASES = frozenset({
     "view", "transpose", "permute", "movedim", "t", "mT", "T", "adjoint", "expand", "expand_as", "broadcast_to", "select",

@@ -16,7 +16,7 @@ from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
-from r3_pass.registry.dataflow import value
+from r3_pass.registry.shapes import value
 
 
 def fake_mode_of(graph: fx.Graph) -> FakeTensorMode | None:

@@ -24,15 +24,18 @@ from r3_pass.passes.combine import Decision, combine
 from r3_pass.passes.form_names import form_name
 from r3_pass.passes.places import layer_in_path, module_path, reject
 from r3_pass.passes.site import Accepted, Match, Rejected, tokens_of
-from r3_pass.registry.dataflow import DataFlow, argument, dims, is_opaque, is_tensor, spelling, value, written
+from r3_pass.registry.dataflow import DataFlow
 from r3_pass.registry.dispatch import follow_ids
 from r3_pass.registry.dispatched import Dispatch
 from r3_pass.registry.form import RoutingForm, Selection
 from r3_pass.registry.forms import forms
+from r3_pass.registry.operators import argument, is_opaque, spelling
 from r3_pass.registry.order import reordering
 from r3_pass.registry.partition import partition
 from r3_pass.registry.scores import trace_scores
+from r3_pass.registry.shapes import dims, is_tensor, value
 from r3_pass.registry.trace import Root, Trace
+from r3_pass.registry.writes import written
 
 
 def is_weight(node: fx.Node) -> bool:

@@ -8,7 +8,9 @@ import torch
 from torch import fx
 
 from r3_pass.passes.site import Accepted
-from r3_pass.registry.dataflow import CONTRACTIONS, CREATION, DataFlow, dims, is_opaque, is_tensor, spelling, value
+from r3_pass.registry.dataflow import DataFlow
+from r3_pass.registry.operators import CONTRACTIONS, CREATION, is_opaque, spelling
+from r3_pass.registry.shapes import dims, is_tensor, value
 
 _PICKS = frozenset({"gather", "take_along_dim", "getitem", "index_select"})
 

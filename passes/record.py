@@ -26,7 +26,9 @@ from torch import fx
 from r3_pass.passes import ops
 from r3_pass.passes.inputs import add_input, fake_mode_of
 from r3_pass.passes.site import Accepted
-from r3_pass.registry.dataflow import bound, dims, plain, product, spelling, subgraph_of, value
+from r3_pass.registry.dataflow import bound, subgraph_of
+from r3_pass.registry.operators import spelling
+from r3_pass.registry.shapes import dims, plain, product, value
 
 BUFFER, STATE, SLOTS, COLUMNS = "buffer", "state", "slots", "columns"
 

@@ -27,7 +27,8 @@ from r3_pass.passes.match import is_weight
 from r3_pass.passes.record import Occurrence, Path, attribute, called_as
 from r3_pass.passes.site import Accepted, tokens_of
 from r3_pass.passes.unmask import Read
-from r3_pass.registry.dataflow import DataFlow, dims, product, subgraph_of, value
+from r3_pass.registry.dataflow import DataFlow, subgraph_of
+from r3_pass.registry.shapes import dims, product, value
 
 
 @dataclasses.dataclass(frozen=True)

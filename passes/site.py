@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import fx
 
-from r3_pass.registry.dataflow import dims, plain, product
 from r3_pass.registry.form import Selection
+from r3_pass.registry.shapes import dims, plain, product
 
 
 @dataclasses.dataclass(frozen=True)

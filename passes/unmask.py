@@ -10,7 +10,9 @@ import dataclasses
 from torch import fx
 
 from r3_pass.passes.reach import Reach
-from r3_pass.registry.dataflow import dims, is_inplace, spelling, written
+from r3_pass.registry.operators import spelling
+from r3_pass.registry.shapes import dims
+from r3_pass.registry.writes import is_inplace, written
 
 _LAYOUT = frozenset({"view", "transpose", "permute", "movedim", "t", "contiguous", "clone", "detach", "to", "float",
                      "type_as", "double", "half", "bfloat16"})  # fmt: skip

@@ -28,7 +28,7 @@ from r3_pass.passes.replay import force
 from r3_pass.passes.site import Accepted, Match, Rejected
 from r3_pass.passes.witness import Witnesses
 from r3_pass.places import Place
-from r3_pass.registry.dataflow import value
+from r3_pass.registry.shapes import value
 from r3_pass.replay import ForcedGraph, Replay
 from r3_pass.replays import Replays, frames
 from r3_pass.report import GraphRecord, Report

@@ -31,7 +31,7 @@ from r3_pass.marks import owner_of
 from r3_pass.passes.replay import Forced
 from r3_pass.passes.witness import Witnesses
 from r3_pass.places import Place
-from r3_pass.registry.dataflow import plain, value
+from r3_pass.registry.shapes import plain, value
 from r3_pass.replays import Replays, layers_of
 
 _COMPILE = (

@@ -12,7 +12,7 @@ from torch import fx
 
 from r3_pass.passes.site import Match
 from r3_pass.places import ATTENTION, Place
-from r3_pass.registry.dataflow import value
+from r3_pass.registry.shapes import value
 from r3_pass.structure import in_attention
 
 

@@ -8,10 +8,12 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from r3_pass.registry.dataflow import DataFlow, argument, dims, is_tensor, spelling, value
+from r3_pass.registry.dataflow import DataFlow
 from r3_pass.registry.form import Selection
+from r3_pass.registry.operators import argument, spelling
 from r3_pass.registry.routing import Routing, Unread
 from r3_pass.registry.score_terms import CASTS, FLOATS, Rows, ScoreReader, is_last
+from r3_pass.registry.shapes import dims, is_tensor, value
 
 
 def first_weights(

@@ -1,8 +1,7 @@
-"""Reading an FX graph: who produced a value, who uses it, how an operator is spelled, what a shape is.
+"""Reading an FX graph: who produced a value, and who uses it.
 
-A Dynamo graph is not normalised: `torch.topk(x, 2)`, `x.topk(k=2)` and `aten.topk.default` are one operator, arguments come
-by position or keyword, in-place operators return the tensor that they change, and activation checkpointing nests
-subgraphs. `DataFlow` hides all of that: `inputs` and `users` see through in-place updates and into nested graphs.
+In-place operators return the tensor that they change, and activation checkpointing nests subgraphs. `DataFlow` hides that:
+`inputs` and `users` see through in-place updates and into nested graphs.
 
 Legend: T tokens in the step, E experts, K top-k.
 """
@@ -17,35 +16,9 @@ from typing import Any
 import torch
 from torch import fx
 
-Dim = Any  # int, or the sympy expression of a symbolic size: compared without adding guards
-
-_SYNONYMS = {
-    "multiply": "mul", "imul": "mul", "rmul": "mul", "iadd": "add", "radd": "add", "isub": "sub", "subtract": "sub", "rsub": "sub",
-    "truediv": "div", "itruediv": "div", "true_divide": "div", "divide": "div", "ifloordiv": "floordiv", "floor_divide": "floordiv",
-    "imod": "mod", "remainder": "mod", "fmod": "mod", "iand": "and", "and": "and", "or": "or", "ior": "or", "bitwise_and": "and",
-    "bitwise_or": "or", "logical_and": "and", "logical_or": "or", "invert": "not", "logical_not": "not", "bitwise_not": "not",
-    "neg": "neg", "negative": "neg", "is_scatter": "scatter", "concat": "cat", "concatenate": "cat", "view_as": "view",
-    "reshape_as": "view", "reshape": "view", "unsafe_view": "view", "flatten": "view", "unflatten": "view", "squeeze": "view",
-    "unsqueeze": "view", "ravel": "view", "swapaxes": "transpose", "swapdims": "transpose", "moveaxis": "movedim",
-    "absolute": "abs",
-    "imatmul": "matmul", "index": "getitem", "greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le",
-    "not_equal": "ne", "softmax_": "softmax", "special_softmax": "softmax", "grouped_mm_fallback": "grouped_mm",
-}  # fmt: skip
-_INPLACE_OPERATORS = {
-    operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod, operator.iand, operator.ior,
-    operator.ixor, operator.ilshift, operator.irshift, operator.ipow,
-}  # fmt: skip
-CREATION = frozenset({
-    "zeros", "ones", "full", "empty", "arange", "zeros_like", "ones_like", "full_like", "empty_like", "new_zeros",
-    "new_ones", "new_full", "new_empty", "rand", "randn", "randint", "rand_like", "randn_like", "randint_like",
-    "eye", "tensor", "scalar_tensor", "linspace", "size", "shape", "numel", "dim", "sym_size", "stride",
-})  # fmt: skip
-"""Operators whose result depends on the shape of their inputs at most, never on their values."""
-
-RANDOM = frozenset(
-    {"rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "randperm", "bernoulli", "multinomial"}
-)
-_INPLACE_METHODS = frozenset({"__setitem__", *(f"__{function.__name__}__" for function in _INPLACE_OPERATORS)})
+from r3_pass.registry.operators import CREATION, spelling
+from r3_pass.registry.shapes import dims, is_tensor, value
+from r3_pass.registry.writes import fills, is_inplace, reshapes, written
 
 _INLINED = frozenset({
     "wrap", "tag_activation_checkpoint", "wrap_activation_checkpoint", "invoke_subgraph",
@@ -54,167 +27,6 @@ _INLINED = frozenset({
 """Higher-order operators whose graph runs exactly once where they stand: no branch, no loop, no backward beside it."""
 
 _VIEWS = frozenset({"view", "transpose", "permute", "expand", "t", "select", "narrow", "detach"})
-
-_RESHAPES = frozenset({"t", "transpose", "view", "resize", "resize_as", "as_strided"})
-"""What gives a tensor another shape, where it is done in place."""
-
-_WRITES_ARRAY = {
-    "numpy_method_wrapper": frozenset({"fill", "put", "sort", "partition", "itemset"}),
-    "numpy_to_tensor_wrapper": frozenset({"put", "copyto", "fill_diagonal", "put_along_axis"}),
-}
-"""What changes a numpy array in place, by what Dynamo wraps it in."""
-
-CONTRACTIONS = frozenset({
-    "linear", "matmul", "mm", "bmm", "mv", "addmm", "baddbmm", "einsum", "tensordot", "bilinear", "grouped_mm", "scaled_mm",
-    "int_mm", "weight_int8pack_mm", "weight_int4pack_mm", "dot",
-})  # fmt: skip
-"""Operators that multiply and sum over a shared dimension."""
-
-
-def spelling(node: fx.Node) -> str:
-    """The operator's one name: `torch.topk`, `.topk` and `aten.topk.default` are all "topk"; custom ops keep "ns::name"."""
-    if node.op == "call_method":
-        name = str(node.target)
-    elif node.op == "call_function":
-        target = node.target
-        if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
-            namespace, _, name = str(getattr(target, "_qualified_op_name", None) or target._schema.name).partition("::")
-            if namespace not in ("aten", "prims"):
-                return f"{namespace}::{name.split('.')[0]}"
-            name = name.split(".")[0]
-        else:
-            name = getattr(target, "__name__", str(target))
-    else:
-        return node.op
-    name = name.strip("_") if name.startswith("__") else name.lstrip("_").rstrip("_")
-    return _SYNONYMS.get(name, name)
-
-
-def is_opaque(node: fx.Node) -> bool:
-    """True for a custom operator: its inputs are known, what it does with them is not."""
-    return node.op == "call_function" and "::" in spelling(node)
-
-
-def is_inplace(node: fx.Node) -> bool:
-    """True if the node changes its first argument and returns it (or, for `setitem`, returns nothing)."""
-    if node.op == "call_method":
-        name = str(node.target)
-        return name in _INPLACE_METHODS or (name.endswith("_") and not name.endswith("__"))
-    if node.op != "call_function":
-        return False
-    if node.target is operator.setitem or node.target in _INPLACE_OPERATORS:
-        return True
-    target = node.target
-    if _asks_for_it(node) or _writes_array(target):
-        return True
-    if isinstance(target, torch._ops.OpOverload):
-        alias = target._schema.arguments[0].alias_info if target._schema.arguments else None
-        return bool(alias is not None and alias.is_write) and target.namespace == "aten"
-    if getattr(target, "__module__", "") == "_operator":
-        return False  # and_, or_, not_: Python's keywords have the underscore, not the operators
-    name = getattr(target, "__name__", "")
-    return name.endswith("_") and not name.endswith("__")
-
-
-def _asks_for_it(node: fx.Node) -> bool:
-    """Whether a function of torch.nn.functional is told to work in place: `hardtanh(x, 0, 3, inplace=True)`."""
-    target = node.target
-    if "inplace" in node.kwargs:
-        return bool(node.kwargs["inplace"])
-    code = getattr(target, "__code__", None)
-    if code is None or getattr(target, "__module__", "") != "torch.nn.functional":
-        return False
-    names = code.co_varnames[: code.co_argcount]
-    at = names.index("inplace") if "inplace" in names else len(node.args)
-    return at < len(node.args) and bool(node.args[at])
-
-
-def _writes_array(target: Any) -> bool:
-    """Whether it is numpy's, as Dynamo traces it, and changes the array that it is given."""
-    wrapper = type(target)
-    if wrapper.__module__ != "torch._dynamo.utils" or not wrapper.__name__.startswith("numpy_"):
-        return False
-    name = str(getattr(target, "__name__", "")).removeprefix("wrapped_")
-    known = _WRITES_ARRAY.get(wrapper.__name__, ())
-    return name in known or name in _INPLACE_METHODS or getattr(target, "op", None) in _INPLACE_OPERATORS
-
-
-def written(node: fx.Node) -> list[fx.Node]:
-    """The values that an operator changes: in place, by `out=`, or as its schema says. A Triton kernel may change any."""
-    first = argument(node, 0, "input", "self") if is_inplace(node) else None
-    found: list[Any] = [*first] if isinstance(first, tuple | list) else [first]
-    out = node.kwargs.get("out")
-    found.extend(out if isinstance(out, tuple | list) else [out])
-    target = node.target
-    if isinstance(target, torch._ops.OpOverloadPacket):
-        target = getattr(target, target.overloads()[0])
-    if isinstance(target, torch._ops.OpOverload):
-        for position, argument_ in enumerate(target._schema.arguments):
-            if argument_.alias_info is not None and argument_.alias_info.is_write:
-                found.append(argument(node, position, argument_.name))
-    if isinstance(target, torch._ops.HigherOrderOperator) and target.name().startswith("triton_kernel_wrapper"):
-        found.extend(node.all_input_nodes)
-    return [n for n in dict.fromkeys(found) if isinstance(n, fx.Node)]
-
-
-def fills(node: fx.Node) -> fx.Node | None:
-    """The one value that a custom operator without a result writes: `gemm(out!, x, weight) -> ()`. None for any other operator."""
-    if not is_opaque(node):
-        return None
-    target: Any = node.target
-    if isinstance(target, torch._ops.OpOverloadPacket):
-        target = getattr(target, target.overloads()[0])
-    if target._schema.returns:
-        return None
-    changed = written(node)
-    return changed[0] if len(changed) == 1 else None
-
-
-def argument(node: fx.Node, position: int, *names: str, default: Any = None) -> Any:
-    """An argument given by position or by any of its keyword names."""
-    if len(node.args) > position:
-        return node.args[position]
-    for name in names:
-        if name in node.kwargs:
-            return node.kwargs[name]
-    return default
-
-
-def value(node: fx.Node) -> Any:
-    """What tracing saw for this node: a fake tensor, a tuple of them, a symbolic size, or None."""
-    found = node.meta.get("example_value")
-    return node.meta.get("val") if found is None else found
-
-
-def is_tensor(node: Any) -> bool:
-    return isinstance(node, fx.Node) and isinstance(value(node), torch.Tensor)
-
-
-def dims(node: fx.Node) -> tuple[Dim, ...]:
-    """The shape as ints and sympy expressions; () for what is no tensor. Comparing them never adds a guard."""
-    seen = value(node)
-    if seen is None and node.target is operator.setitem and isinstance(node.args[0], fx.Node):
-        return dims(node.args[0])
-    if seen is None and (filled := fills(node)) is not None:
-        return dims(filled)
-    if not isinstance(seen, torch.Tensor):
-        return ()
-    return tuple(plain(s) for s in seen.shape)
-
-
-def plain(size: Any) -> Dim:
-    """An int, or the sympy expression of a symbolic size."""
-    if isinstance(size, torch.SymInt):
-        expression = size.node.expr
-        return int(expression) if expression.is_number else expression
-    return size
-
-
-def product(sizes: Sequence[Dim]) -> Dim:
-    total: Dim = 1
-    for size in sizes:
-        total = total * size
-    return total
 
 
 def subgraph_of(node: fx.Node) -> fx.GraphModule | None:
@@ -311,7 +123,7 @@ class DataFlow:
             self.outputs.update(read)
         for target in written(node):
             bases = list(self._bases(self.resolve(target)))
-            if is_inplace(node) and spelling(node) in _RESHAPES:
+            if reshapes(node):
                 self._reshaped[bases[0]] = node
             if is_inplace(node) or "out" in node.kwargs or fills(node) is target:
                 self._latest.update(dict.fromkeys(bases, node))

@@ -30,23 +30,25 @@ from typing import Any
 
 from torch import fx
 
-from r3_pass.registry.dataflow import (
-    CONTRACTIONS,
-    CREATION,
-    DataFlow,
-    argument,
-    dims,
-    is_opaque,
-    is_tensor,
-    spelling,
-    value,
-)
+from r3_pass.registry.dataflow import DataFlow
 from r3_pass.registry.dispatched import IDS, MASK, PERM, PROD, SEL, TOK, Dispatch
 from r3_pass.registry.experts import picks_along_a_dimension, scores_a_choice
 from r3_pass.registry.masks import NEVER
 from r3_pass.registry.numbers import is_low, is_zero, number_of
-from r3_pass.registry.operators import COMPARISONS, GROUPED, PICKS, REARRANGE, SELECTIONS
+from r3_pass.registry.operators import (
+    COMPARISONS,
+    CONTRACTIONS,
+    CREATION,
+    GROUPED,
+    PICKS,
+    REARRANGE,
+    SELECTIONS,
+    argument,
+    is_opaque,
+    spelling,
+)
 from r3_pass.registry.origins import others
+from r3_pass.registry.shapes import dims, is_tensor, value
 from r3_pass.registry.trace import Root
 from r3_pass.registry.trail import Rule, Trail
 

@@ -6,7 +6,7 @@ import dataclasses
 
 from torch import fx
 
-from r3_pass.registry.dataflow import dims
+from r3_pass.registry.shapes import dims
 
 IDS, MASK, PERM, SEL, TOK, PROD = "IDS", "MASK", "PERM", "SEL", "TOK", "PROD"
 """What a value is followed as: see `dispatch`; PROD is a SEL that was multiplied with the token, and not added up yet."""

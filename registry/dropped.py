@@ -12,10 +12,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, fx
 
-from r3_pass.registry.dataflow import DataFlow, dims, spelling, value
+from r3_pass.registry.dataflow import DataFlow
 from r3_pass.registry.dispatched import Dispatch
 from r3_pass.registry.id_tables import function_tables
 from r3_pass.registry.layout import Layout
+from r3_pass.registry.operators import spelling
+from r3_pass.registry.shapes import dims, value
 from r3_pass.registry.unchanged import Drop
 from r3_pass.registry.weighed import all_weighed
 from r3_pass.registry.zeroed import Zeroed, aligned

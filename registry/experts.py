@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import fx
 
-from r3_pass.registry.dataflow import CONTRACTIONS, DataFlow, dims, is_opaque, is_tensor, spelling
-from r3_pass.registry.operators import SELECTIONS
+from r3_pass.registry.dataflow import DataFlow
+from r3_pass.registry.operators import CONTRACTIONS, SELECTIONS, is_opaque, spelling
+from r3_pass.registry.shapes import dims, is_tensor
 from r3_pass.registry.walk import walk
 
 _SCORING = frozenset({

@@ -11,7 +11,9 @@ from collections.abc import Callable
 
 from torch import fx
 
-from r3_pass.registry.dataflow import DataFlow, dims, spelling
+from r3_pass.registry.dataflow import DataFlow
+from r3_pass.registry.operators import spelling
+from r3_pass.registry.shapes import dims
 
 
 @dataclasses.dataclass(frozen=True)

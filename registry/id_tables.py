@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import _disable_current_modes
 
-from r3_pass.registry.dataflow import DataFlow, argument, dims, is_inplace, is_tensor, spelling, value
+from r3_pass.registry.dataflow import DataFlow
 from r3_pass.registry.numbers import number_of
-from r3_pass.registry.operators import CASTS
+from r3_pass.registry.operators import CASTS, argument, spelling
+from r3_pass.registry.shapes import dims, is_tensor, value
+from r3_pass.registry.writes import is_inplace
 
 _ARITHMETIC = frozenset({
     "add", "sub", "mul", "floordiv", "mod", "eq", "ne", "gt", "ge", "lt", "le", "and", "or", "not", "xor", "where", "masked_fill",

@@ -11,10 +11,12 @@ from typing import Any
 
 from torch import fx
 
-from r3_pass.registry.dataflow import DataFlow, argument, dims, fills, is_opaque, is_tensor, spelling, value
+from r3_pass.registry.dataflow import DataFlow
 from r3_pass.registry.layout import Changed, Layout
-from r3_pass.registry.operators import PICKS, PIECES
+from r3_pass.registry.operators import PICKS, PIECES, argument, is_opaque, spelling
+from r3_pass.registry.shapes import dims, is_tensor, value
 from r3_pass.registry.turns import TURNS, moved_order
+from r3_pass.registry.writes import fills
 
 _SAME = frozenset({
     "to", "type", "type_as", "float", "double", "half", "bfloat16", "long", "int", "short", "char", "contiguous", "clone",

@@ -10,7 +10,7 @@ import dataclasses
 
 from torch import fx
 
-from r3_pass.registry.dataflow import dims
+from r3_pass.registry.shapes import dims
 
 
 @dataclasses.dataclass(frozen=True)

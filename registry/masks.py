@@ -10,22 +10,23 @@ from typing import Any
 import torch
 from torch import fx
 
-from r3_pass.registry.dataflow import (
-    CONTRACTIONS,
-    CREATION,
-    DataFlow,
-    argument,
-    dims,
-    is_opaque,
-    is_tensor,
-    spelling,
-    value,
-)
+from r3_pass.registry.dataflow import DataFlow
 from r3_pass.registry.dispatched import MASK
 from r3_pass.registry.numbers import is_low, is_zero, number_of
-from r3_pass.registry.operators import GROUPED, PICKS, REARRANGE, SELECTIONS
+from r3_pass.registry.operators import (
+    CONTRACTIONS,
+    CREATION,
+    GROUPED,
+    PICKS,
+    REARRANGE,
+    SELECTIONS,
+    argument,
+    is_opaque,
+    spelling,
+)
 from r3_pass.registry.order import out_of_order
 from r3_pass.registry.origins import Origins, others
+from r3_pass.registry.shapes import dims, is_tensor, value
 
 _JOINS = frozenset({"where", "or", "maximum", "add", "setitem", "masked_scatter", "scatter", "index_put"})
 _KEEPS_MASKS = REARRANGE | {

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
-from r3_pass.registry.dataflow import RANDOM, dims, is_tensor, spelling, value
+from r3_pass.registry.operators import RANDOM, spelling
 from r3_pass.registry.order import out_of_order
 from r3_pass.registry.origins import Origins, others
+from r3_pass.registry.shapes import dims, is_tensor, value
 
 _MIXING = frozenset(
     {"masked_fill", "add", "sub", "mul", "where", "masked_scatter", "setitem", "index_put", "maximum", "minimum", "xor"}

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import fx
 
-from r3_pass.registry.dataflow import argument, spelling
+from r3_pass.registry.operators import argument, spelling
 
 
 def number_of(given: Any) -> int | float | None:

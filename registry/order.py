@@ -14,16 +14,9 @@ from typing import Any
 
 from torch import fx
 
-from r3_pass.registry.dataflow import (
-    CONTRACTIONS,
-    DataFlow,
-    argument,
-    dims,
-    is_opaque,
-    is_tensor,
-    spelling,
-)
-from r3_pass.registry.operators import PIECES
+from r3_pass.registry.dataflow import DataFlow
+from r3_pass.registry.operators import CONTRACTIONS, PIECES, argument, is_opaque, spelling
+from r3_pass.registry.shapes import dims, is_tensor
 from r3_pass.registry.turns import moved_order
 
 _MOVES = frozenset({"flip", "roll", "flipud", "fliplr", "index_select", "gather", "take_along_dim", "sort", "rot90"})

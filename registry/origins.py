@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 
 from torch import fx
 
-from r3_pass.registry.dataflow import DataFlow, is_tensor, spelling, value
-from r3_pass.registry.operators import REARRANGE, SELECTIONS
+from r3_pass.registry.dataflow import DataFlow
+from r3_pass.registry.operators import REARRANGE, SELECTIONS, spelling
+from r3_pass.registry.shapes import is_tensor, value
 from r3_pass.registry.trace import Root
 from r3_pass.registry.walk import walk
 

@@ -17,23 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from r3_pass.registry.dataflow import (
-    DataFlow,
-    argument,
-    dims,
-    is_inplace,
-    is_tensor,
-    spelling,
-    value,
-)
+from r3_pass.registry.dataflow import DataFlow
 from r3_pass.registry.dispatch import follow_ids
 from r3_pass.registry.dispatched import Dispatch
 from r3_pass.registry.dropped import downstream, everywhere
 from r3_pass.registry.id_tables import function_tables
 from r3_pass.registry.layout import first_layout
 from r3_pass.registry.numbers import number_of
+from r3_pass.registry.operators import argument, spelling
+from r3_pass.registry.shapes import dims, is_tensor, value
 from r3_pass.registry.trace import Root
 from r3_pass.registry.weighed import all_weighed
+from r3_pass.registry.writes import is_inplace
 from r3_pass.registry.zeroed import Zeroed
 
 

@@ -8,8 +8,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from r3_pass.registry.dataflow import DataFlow, Dim, argument, dims, fills, is_tensor, product, spelling, value
+from r3_pass.registry.dataflow import DataFlow
+from r3_pass.registry.operators import argument, spelling
+from r3_pass.registry.shapes import Dim, dims, is_tensor, product, value
 from r3_pass.registry.trace import Root, Span, Trace
+from r3_pass.registry.writes import fills
 
 PRODUCTS = frozenset({
     "linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "int_mm", "scaled_mm", "weight_int8pack_mm", "weight_int4pack_mm",

@@ -14,10 +14,11 @@ import dataclasses
 from torch import fx
 
 from r3_pass.registry.chosen_weights import first_weights, follow
-from r3_pass.registry.dataflow import DataFlow, dims
+from r3_pass.registry.dataflow import DataFlow
 from r3_pass.registry.form import Selection
 from r3_pass.registry.routing import Routing, Unread
 from r3_pass.registry.score_terms import Rows, ScoreReader
+from r3_pass.registry.shapes import dims
 
 
 @dataclasses.dataclass(frozen=True)

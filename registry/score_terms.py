@@ -15,9 +15,11 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from r3_pass.registry.dataflow import DataFlow, argument, dims, is_tensor, product, spelling, value
+from r3_pass.registry.dataflow import DataFlow
 from r3_pass.registry.numbers import number_of
+from r3_pass.registry.operators import argument, spelling
 from r3_pass.registry.routing import Scores, Unread
+from r3_pass.registry.shapes import dims, is_tensor, product, value
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 CASTS = frozenset({"to", "float", "type", "type_as", "half", "bfloat16", "bool", "int", "long"})

@@ -12,17 +12,8 @@ from typing import Any
 
 from torch import fx
 
-from r3_pass.registry.dataflow import (
-    CREATION,
-    DataFlow,
-    Dim,
-    argument,
-    dims,
-    is_opaque,
-    is_tensor,
-    product,
-    spelling,
-)
+from r3_pass.registry.dataflow import DataFlow
+from r3_pass.registry.operators import CREATION, argument, is_opaque, spelling
 from r3_pass.registry.products import (
     PRODUCTS,
     column_weights,
@@ -31,6 +22,7 @@ from r3_pass.registry.products import (
     through_tensordot,
     weight_operands,
 )
+from r3_pass.registry.shapes import Dim, dims, is_tensor, product
 from r3_pass.registry.trace import Root, Span, Trace
 from r3_pass.registry.turns import moved_order
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from r3_pass.registry.dataflow import DataFlow, argument, dims, is_tensor, spelling, value
+from r3_pass.registry.dataflow import DataFlow
 from r3_pass.registry.form import RoutingForm, Selection
+from r3_pass.registry.operators import argument, spelling
+from r3_pass.registry.shapes import dims, is_tensor, value
 
 
 def _find(flow: DataFlow, node: fx.Node) -> Selection | None:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from torch import fx
 
-from r3_pass.registry.dataflow import DataFlow, argument, is_tensor, spelling
+from r3_pass.registry.dataflow import DataFlow
 from r3_pass.registry.form import RoutingForm, Selection, items
+from r3_pass.registry.operators import argument, spelling
+from r3_pass.registry.shapes import is_tensor
 
 
 def _find(flow: DataFlow, node: fx.Node) -> Selection | None:

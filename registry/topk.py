@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import fx
 
-from r3_pass.registry.dataflow import DataFlow, argument, spelling
+from r3_pass.registry.dataflow import DataFlow
 from r3_pass.registry.form import RoutingForm, Selection, items
+from r3_pass.registry.operators import argument, spelling
 
 
 def _find(flow: DataFlow, node: fx.Node) -> Selection | None:

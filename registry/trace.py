@@ -6,7 +6,7 @@ import dataclasses
 
 from torch import fx
 
-from r3_pass.registry.dataflow import Dim
+from r3_pass.registry.shapes import Dim
 
 Span = tuple[int, int]  # first and last dimension, both included
 

@@ -8,13 +8,15 @@ from typing import Any
 
 from torch import fx
 
-from r3_pass.registry.dataflow import DataFlow, dims, spelling
+from r3_pass.registry.dataflow import DataFlow
 from r3_pass.registry.dispatched import IDS, MASK, PERM, TOK, Dispatch
 from r3_pass.registry.dropped import without_weight
 from r3_pass.registry.experts import Experts
 from r3_pass.registry.masks import Masks
 from r3_pass.registry.mixing import mixing
+from r3_pass.registry.operators import spelling
 from r3_pass.registry.origins import Origins
+from r3_pass.registry.shapes import dims
 from r3_pass.registry.trace import Root
 from r3_pass.registry.unchanged import Unchanged
 

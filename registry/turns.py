@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import fx
 
-from r3_pass.registry.dataflow import argument
+from r3_pass.registry.operators import argument
 
 TURNS = frozenset({"transpose", "permute", "movedim", "t", "T", "mT", "numpy_T", "adjoint"})
 

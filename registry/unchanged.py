@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from r3_pass.registry.dataflow import DataFlow, argument, dims, is_opaque, is_tensor, spelling, value
+from r3_pass.registry.dataflow import DataFlow
 from r3_pass.registry.laid import Laid
 from r3_pass.registry.layout import Changed, Layout, Mark, first_layout
 from r3_pass.registry.numbers import number_of
+from r3_pass.registry.operators import argument, is_opaque, spelling
+from r3_pass.registry.shapes import dims, is_tensor, value
 
 _ARITHMETIC = frozenset({
     "add", "sub", "mul", "mod", "floordiv", "div", "rshift", "and", "clamp", "clamp_min", "clamp_max", "clip",

@@ -14,8 +14,10 @@ from typing import Any
 
 from torch import fx
 
-from r3_pass.registry.dataflow import CONTRACTIONS, CREATION, DataFlow, is_opaque, is_tensor, spelling, value
+from r3_pass.registry.dataflow import DataFlow
 from r3_pass.registry.dispatched import Dispatch
+from r3_pass.registry.operators import CONTRACTIONS, CREATION, is_opaque, spelling
+from r3_pass.registry.shapes import is_tensor, value
 from r3_pass.registry.zeroed import Zeroed, order_of
 
 _PICKS = frozenset({"getitem", "index_select", "take"})

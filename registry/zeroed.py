@@ -15,11 +15,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from r3_pass.registry.dataflow import DataFlow, argument, dims, is_inplace, is_tensor, spelling, value
+from r3_pass.registry.dataflow import DataFlow
 from r3_pass.registry.laid import Laid
 from r3_pass.registry.layout import Changed, Layout
 from r3_pass.registry.numbers import is_zero
-from r3_pass.registry.operators import CASTS, PIECES
+from r3_pass.registry.operators import CASTS, PIECES, argument, spelling
+from r3_pass.registry.shapes import dims, is_tensor, value
+from r3_pass.registry.writes import is_inplace
 
 _MOVES = frozenset({
     "view", "contiguous", "clone", "detach", "alias", "transpose", "permute", "t", "T", "mT", "expand", "select", "narrow",

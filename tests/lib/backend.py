@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from r3_pass.registry.dataflow import spelling
+from r3_pass.registry.operators import spelling
 
 
 class Keeping:

@@ -21,7 +21,7 @@ from r3_pass.passes.inputs import add_input, fake_mode_of
 from r3_pass.passes.match import is_weight
 from r3_pass.passes.ops import HEADER, STATE_CALLS
 from r3_pass.registry import RoutingForm, registered
-from r3_pass.registry.dataflow import value
+from r3_pass.registry.shapes import value
 
 RECORD = "r3_pass::record"
 

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from r3_pass.passes.forcing import Forcing, plan
 from r3_pass.passes.match import is_weight, match
 from r3_pass.passes.replay import force
-from r3_pass.registry.dataflow import DataFlow, spelling
+from r3_pass.registry.dataflow import DataFlow
 from r3_pass.registry.form import RoutingForm
 from r3_pass.registry.forms import registered
+from r3_pass.registry.operators import spelling
 from r3_pass.registry.topk import TOPK
 
 T, D, E, K = 5, 8, 6, 2

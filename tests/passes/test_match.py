@@ -18,7 +18,7 @@ import r3_pass.passes
 from r3_pass.passes.match import is_weight, match
 from r3_pass.passes.places import layer_in_path
 from r3_pass.passes.site import Accepted, Match, Rejected
-from r3_pass.registry.dataflow import dims
+from r3_pass.registry.shapes import dims
 
 T, D, E, H = 6, 8, 12, 5
 

@@ -17,7 +17,7 @@ import r3_pass
 from r3_pass.passes.match import match
 from r3_pass.passes.record import Recorded, occurrences, rewrite
 from r3_pass.passes.site import Accepted
-from r3_pass.registry.dataflow import value
+from r3_pass.registry.shapes import value
 
 RECORD = "r3_pass::record"
 SLOTS = 64

@@ -15,7 +15,10 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from r3_pass.passes.match import is_weight
-from r3_pass.registry.dataflow import DataFlow, argument, dims, is_inplace, is_opaque, spelling, subgraph_of, written
+from r3_pass.registry.dataflow import DataFlow, subgraph_of
+from r3_pass.registry.operators import argument, is_opaque, spelling
+from r3_pass.registry.shapes import dims
+from r3_pass.registry.writes import is_inplace, written
 
 aten = torch.ops.aten
 library = torch.library.Library("r3_test_dataflow", "DEF")

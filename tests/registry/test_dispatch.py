@@ -12,11 +12,12 @@ from backend import named, traced
 from torch import Tensor, nn
 
 from r3_pass.passes.match import is_weight
-from r3_pass.registry.dataflow import DataFlow, dims
+from r3_pass.registry.dataflow import DataFlow
 from r3_pass.registry.dispatch import follow_ids
 from r3_pass.registry.dispatched import Dispatch
 from r3_pass.registry.form import items
 from r3_pass.registry.scores import trace_scores
+from r3_pass.registry.shapes import dims
 
 T, D, E, H = 6, 8, 4, 5
 

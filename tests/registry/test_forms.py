@@ -14,9 +14,11 @@ from torch import Tensor, fx, nn
 
 import r3_pass.registry
 from r3_pass.passes.match import is_weight, match
-from r3_pass.registry.dataflow import DataFlow, dims, spelling
+from r3_pass.registry.dataflow import DataFlow
 from r3_pass.registry.form import RoutingForm, Selection
 from r3_pass.registry.forms import FORMS, forms, register, registered
+from r3_pass.registry.operators import spelling
+from r3_pass.registry.shapes import dims
 
 T, D, E = 6, 8, 4
 

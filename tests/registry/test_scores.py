@@ -12,7 +12,8 @@ from backend import named, traced
 from torch import Tensor, fx, nn
 
 from r3_pass.passes.match import is_weight
-from r3_pass.registry.dataflow import DataFlow, argument
+from r3_pass.registry.dataflow import DataFlow
+from r3_pass.registry.operators import argument
 from r3_pass.registry.products import einsum_letters
 from r3_pass.registry.scores import index_mapping, trace_scores
 from r3_pass.registry.trace import Trace
