@@ -55,6 +55,14 @@ def _is_sort(node: fx.Node) -> bool:
     return spelling(node) in ("sort", "argsort") and node.kwargs.get("out") is None
 
 
+def _same_memory(one: fx.Node, other: fx.Node) -> bool:
+    """Whether tracing saw two tensors to lie in one storage, whatever was read of it between them."""
+    first, second = value(one), value(other)
+    if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor):
+        return False
+    return first is second or bool(torch._C._is_alias_of(first, second))  # type: ignore[attr-defined]
+
+
 def _is_unread(node: fx.Node) -> bool:
     """Whether a node calls Python of somebody else (`torch.compiler.allow_in_graph`), which may keep what it is given."""
     target = node.target
@@ -173,18 +181,40 @@ class DataFlow:
     def reshaped(self, node: fx.Node) -> fx.Node | None:
         """What gives the value, or a view of it, another shape in place: the graph then notes that one from the start."""
         for changed, by in self._reshaped.items():
-            if node in self._bases(changed):
+            if node in self._bases(changed) or value(node) is value(changed):  # `contiguous()` that does nothing
                 return by
         return None
 
     def overwritten_unseen(self, node: fx.Node) -> fx.Node | None:
-        """The custom operator or kernel that may change the value in place before it is read again, in a way no graph shows."""
+        """What may change the value in place before it is read again, without a result that is read in its place.
+
+        A custom operator or kernel; what returns lists or nothing (`_foreach_add_`, an array's `n[:] = other`); a write to memory
+        that is read by another name later (`first, second = ids.unbind(1)`, `ids.long()` that does nothing).
+        """
         writers, reached = self._writers(node)
         for writer in writers:
             later = (user for n in reached for user in self.users(n) if self.order.get(user, -1) > self.order[writer])
             if not is_inplace(writer) and writer.kwargs.get("out") is None and any(True for _ in later):
                 return writer
-        return None
+        return next((writer for writer in self._writers_of_memory(node) if self._read_aside(node, writer)), None)
+
+    def _writers_of_memory(self, node: fx.Node) -> list[fx.Node]:
+        """Operators that write, after a value was made, to what tracing saw to lie in the same memory."""
+        after = self.nodes[self.order[node] + 1 :]
+        return [n for n in after if any(_same_memory(node, self.resolve(target)) for target in written(n))]
+
+    def _read_aside(self, node: fx.Node, writer: fx.Node) -> bool:
+        """Whether memory that the value shares is read after it was written, and not as what the writer returns."""
+        told = {n for target in written(writer) for n in self._bases(self.resolve(target))}
+        if not is_tensor(writer) and writer.target is not operator.setitem:
+            told.clear()
+        at = self.order[writer]
+        held = [n for n in self.nodes[:at] if n not in told and _same_memory(node, n)]
+        return any(
+            self.order.get(user, -1) > at and spelling(user) not in CREATION and not reshapes(user)
+            for n in held
+            for user in self.users(n)
+        )
 
     def _writers(self, node: fx.Node) -> tuple[list[fx.Node], set[fx.Node]]:
         """Operators that write, after a value was made, to what may share its memory; and all that may.

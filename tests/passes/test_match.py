@@ -397,6 +397,69 @@ def test_ids_of_another_shape_in_place(change: Callable[[Tensor], Tensor]) -> No
     assert found.sites == () and "another shape in place" in found.rejected[0].reason
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda ids: ids.unbind(-1)[0].bitwise_xor_(1),
+        lambda ids: ids.split(1, -1)[1].fill_(0),
+        lambda ids: ids.as_strided((T,), (2,)).zero_(),
+        lambda ids: ids.data.bitwise_xor_(1),
+        lambda ids: ids.long().bitwise_xor_(1),
+        lambda ids: ids.contiguous().bitwise_xor_(1),
+        lambda ids: ids.to(ids.dtype).bitwise_xor_(1),
+        lambda ids: torch._foreach_mul_([ids], 0),
+        lambda ids: torch._foreach_mul_(list(ids.chunk(2, -1)), 0),
+        lambda ids: ids.numpy().__setitem__(0, 1),
+        lambda ids: ids.numpy().fill(1),
+    ],
+)
+def test_ids_that_are_written_by_another_name(change: Callable[[Tensor], Any]) -> None:
+    """No result stands for what experts get: the ids that were chosen would be recorded."""
+
+    def use(m: Layer, x: Tensor) -> Tensor:
+        w, ids = m.gate(x).softmax(-1).topk(2)
+        change(ids)
+        return experts(m, x, ids, w)
+
+    found = matched(use)
+    assert found.sites == () and any("may write others" in r.reason and r.routing for r in found.rejected)
+
+
+def test_a_view_from_before_a_write() -> None:
+    """It reads what was written to the ids since."""
+
+    def use(m: Layer, x: Tensor) -> Tensor:
+        w, ids = m.gate(x).softmax(-1).topk(2)
+        flat = ids.view(-1)
+        ids.bitwise_xor_(1)
+        return experts(m, x, flat.view(-1, 2), w)
+
+    assert matched(use).sites == ()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda ids, w: torch._foreach_add_([F.one_hot(ids, E).sum((0, 1))], 1),
+        lambda ids, w: torch._foreach_mul_([w], 2.0),
+        lambda ids, w: ids.clone().bitwise_xor_(1),
+        lambda ids, w: ids.int().unbind(-1)[0].bitwise_xor_(1),
+        lambda ids, w: ids.numpy().copy().__setitem__(0, 1),
+        lambda ids, w: ids.unbind(-1)[0] + 1,
+        lambda ids, w: ids.clamp_(0, E - 1),
+    ],
+)
+def test_memory_of_its_own_is_written(change: Callable[[Tensor, Tensor], Any]) -> None:
+    """Near miss: what is made of the ids, and the weights beside them."""
+
+    def use(m: Layer, x: Tensor) -> Tensor:
+        w, ids = m.gate(x).softmax(-1).topk(2)
+        change(ids, w)
+        return experts(m, x, ids, w)
+
+    assert one_site(matched(use)).top_k == 2
+
+
 def test_counts_of_another_shape_in_place() -> None:
     """Near miss: what is made of the ids has memory of its own."""
 
