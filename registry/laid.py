@@ -248,6 +248,8 @@ class Laid:
         return dataclasses.replace(layout, tags=tags, offset=0)
 
     def _taken(self, node: fx.Node, name: str, source: fx.Node, layout: Layout) -> Layout:
+        if self._flow.reshaped(node) is not None:
+            raise Changed("is given another shape in place")
         indices = [n for n in self._flow.inputs(node) if n is not source and is_tensor(n)]
         if name in ("index_select", "gather", "take_along_dim", "take") or indices:
             if not indices or not all(self._sorted_by(n) for n in indices):

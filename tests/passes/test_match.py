@@ -460,6 +460,24 @@ def test_memory_of_its_own_is_written(change: Callable[[Tensor, Tensor], Any]) -
     assert one_site(matched(use)).top_k == 2
 
 
+def test_copies_of_another_shape_in_place() -> None:
+    """The shape that was noted of a slice is not the one it had: no reason to fail, whatever it is used for."""
+
+    def beside(m: Layer, x: Tensor) -> Any:
+        w, ids = m.gate(x).softmax(-1).topk(2)
+        return experts(m, x, ids, w), (ids * 1)[:, :1].squeeze_(1)
+
+    assert one_site(matched(beside)).top_k == 2
+
+    def used(m: Layer, x: Tensor) -> Tensor:
+        w, ids = m.gate(x).softmax(-1).topk(1)
+        first = (ids + 0)[:, :1]
+        first.squeeze_(1)
+        return experts(m, x, first[:, None], w)
+
+    assert matched(used).sites == ()
+
+
 def test_counts_of_another_shape_in_place() -> None:
     """Near miss: what is made of the ids has memory of its own."""
 
