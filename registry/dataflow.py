@@ -60,6 +60,8 @@ def _same_memory(one: fx.Node, other: fx.Node) -> bool:
     first, second = value(one), value(other)
     if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor):
         return False
+    if first.layout is not torch.strided or second.layout is not torch.strided:
+        return first is second
     return first is second or bool(torch._C._is_alias_of(first, second))  # type: ignore[attr-defined]
 
 
@@ -90,6 +92,7 @@ class DataFlow:
         self._users: dict[fx.Node, list[fx.Node]] = {}
         self._alias: dict[fx.Node, fx.Node] = {}
         self._latest: dict[fx.Node, fx.Node] = {}
+        self._writes: dict[fx.Node, list[fx.Node]] = {}  # by operator, what it writes
         self._reshaped: dict[fx.Node, fx.Node] = {}
         self._kinds: dict[fx.Node, str] = {}
         self._is_weight = is_weight
@@ -131,6 +134,7 @@ class DataFlow:
             self.outputs.update(read)
         for target in written(node):
             bases = list(self._bases(self.resolve(target)))
+            self._writes.setdefault(node, []).append(bases[0])
             if reshapes(node):
                 self._reshaped[bases[0]] = node
             if is_inplace(node) or "out" in node.kwargs or fills(node) is target:
@@ -200,12 +204,15 @@ class DataFlow:
 
     def _writers_of_memory(self, node: fx.Node) -> list[fx.Node]:
         """Operators that write, after a value was made, to what tracing saw to lie in the same memory."""
-        after = self.nodes[self.order[node] + 1 :]
-        return [n for n in after if any(_same_memory(node, self.resolve(target)) for target in written(n))]
+        return [
+            writer
+            for writer, targets in self._writes.items()
+            if self.order[writer] > self.order[node] and any(_same_memory(node, target) for target in targets)
+        ]
 
     def _read_aside(self, node: fx.Node, writer: fx.Node) -> bool:
         """Whether memory that the value shares is read after it was written, and not as what the writer returns."""
-        told = {n for target in written(writer) for n in self._bases(self.resolve(target))}
+        told = {n for target in self._writes[writer] for n in self._bases(target)}
         if not is_tensor(writer) and writer.target is not operator.setitem:
             told.clear()
         at = self.order[writer]
