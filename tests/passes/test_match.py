@@ -376,6 +376,28 @@ def test_columns_that_leave_by_a_break_one_by_one() -> None:
     assert one_site(matched(counts, broken=True)).top_k == 2
 
 
+@pytest.mark.parametrize("written", [True, False])
+def test_ids_that_leave_a_checkpoint_and_are_written_by_another_name(written: bool) -> None:
+    """Memory is shared across the border of a nested graph, too. Near miss: nothing is written."""
+
+    def route(m: Layer, x: Tensor) -> tuple[Tensor, Tensor]:
+        w, ids = m.gate(x).softmax(-1).topk(2)
+        return w, ids
+
+    def use(m: Layer, x: Tensor) -> Any:
+        w, ids = checkpoint(route, m, x, use_reentrant=False)
+        first = ids.unbind(1)[0]
+        if written:
+            first.bitwise_xor_(1)
+        return experts(m, x, ids, w)
+
+    found = matched(use)
+    assert len(found.sites) == (not written)
+    assert not written or any(
+        "are not those that it chose" in r.reason or "may not be those" in r.reason for r in found.rejected
+    )
+
+
 @pytest.mark.parametrize(
     "change",
     [
