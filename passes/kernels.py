@@ -32,6 +32,10 @@ from r3_pass.passes.ops import (
 )
 
 _KEPT_TABLES = 64
+_ROW = 128
+"""Ids of a token that one program writes: of several sites, as far as there are as many."""
+_PROGRAM = 1024
+"""Ids that one program writes."""
 
 _HEADER = tl.constexpr(HEADER)
 _TOKENS = tl.constexpr(HEADER_TOKENS)
@@ -45,25 +49,28 @@ _WRONG_SLOT = tl.constexpr(ERROR_SLOT)
 
 
 # Nothing is specialised: there is one compiled kernel for given constants, which `record` may then launch itself.
-@triton.jit(do_not_specialize=list(range(11)))
+@triton.jit(do_not_specialize=list(range(12)))
 def record_kernel(  # type: ignore[no-untyped-def]
-    table, buffer, state, slots, columns, tokens, room, num_slots, stored, top_k, offset,
-    WIDE: tl.constexpr, BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
+    table, buffer, state, slots, columns, tokens, room, num_slots, stored, top_k, offset, sites,
+    WIDE: tl.constexpr, BLOCK: tl.constexpr, SITES: tl.constexpr, K_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program writes BLOCK tokens of one site.
+    """One program writes BLOCK tokens of SITES sites, whose columns lie side by side in a row where the graph has layers in order:
+    what goes over the bus goes in pieces as long as a warp writes at once.
 
     table: int64 [N, 3] of address, row stride in ids, k; room: entries of `slots` behind the header; offset: `rows_offset`.
     """
-    site = tl.program_id(1)
+    place = tl.arange(0, SITES * K_BLOCK)
+    k = place % K_BLOCK
+    site = tl.program_id(1) * SITES + place // K_BLOCK
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     # All of it at once: a forward of many graphs waits for each of their record kernels, and these for their loads.
     expected = tl.load(slots + _TOKENS)
     export = tl.load(slots + _EXPORT)
     exported = tl.load(slots + _ROWS)
-    column = tl.load(columns + site)
-    address = tl.load(table + site * 3)
-    stride = tl.load(table + site * 3 + 1)
-    width = tl.load(table + site * 3 + 2)
+    column = tl.load(columns + site, mask=site < sites, other=-1)
+    address = tl.load(table + site * 3, mask=site < sites, other=0)
+    stride = tl.load(table + site * 3 + 1, mask=site < sites, other=0)
+    width = tl.load(table + site * 3 + 2, mask=site < sites, other=0)
     inside = token < tokens
     slot = tl.load(slots + _HEADER + token, mask=inside & (token < room), other=-1)
     errors = state + _ERRORS
@@ -72,37 +79,42 @@ def record_kernel(  # type: ignore[no-untyped-def]
     first = tl.program_id(0) == 0
     # The host looks at what is counted when the kernel is over, so no write here has to wait for another: "relaxed".
     if expected != tokens:
-        if first & (site == 0) & (expected >= 0):
+        if first & (tl.program_id(1) == 0) & (expected >= 0):
             tl.atomic_or(errors, _WRONG_TOKENS, sem="relaxed", scope="sys")
     else:
         wrong = (slot < -1) | (slot >= num_slots)
-        if site == 0:
+        if tl.program_id(1) == 0:
             found = tl.max(wrong.to(tl.int32), 0)
             if found > 0:
                 tl.atomic_or(errors, _WRONG_SLOT, sem="relaxed", scope="sys")
-        if column >= 0:
-            row = tl.where(wrong | (slot < 0), num_slots, slot).to(tl.int64)
-            k = tl.arange(0, K_BLOCK)
-            offsets = token.to(tl.int64)[:, None] * stride + k[None, :]
-            mask = inside[:, None] & (k < width)[None, :]
-            if WIDE:
-                ids = tl.load(address.to(tl.pointer_type(tl.int64)) + offsets, mask=mask, other=-1).to(tl.int16)
-            else:
-                ids = tl.load(address.to(tl.pointer_type(tl.int32)) + offsets, mask=mask, other=-1).to(tl.int16)
-            target = buffer + row[:, None] * (stored * top_k) + column * top_k + k[None, :]
-            tl.store(target, ids, mask=inside[:, None] & (k < top_k)[None, :])
+        row = tl.where(wrong | (slot < 0), num_slots, slot).to(tl.int64)
+        held = (column >= 0) & (k < top_k)
+        given = address[None, :]
+        offsets = token.to(tl.int64)[:, None] * stride[None, :] + k[None, :]
+        mask = inside[:, None] & (held & (k < width))[None, :]
+        # "Contiguous" tells the compiler which way to lay its threads: along a row. It cannot know by itself what was loaded.
+        if WIDE:
+            source = tl.max_contiguous(given.to(tl.pointer_type(tl.int64)) + offsets, [1, K_BLOCK])
+            ids = tl.load(source, mask=mask, other=-1).to(tl.int16)
+        else:
+            narrow = tl.max_contiguous(given.to(tl.pointer_type(tl.int32)) + offsets, [1, K_BLOCK])
+            ids = tl.load(narrow, mask=mask, other=-1).to(tl.int16)
+        behind = (column * top_k + k)[None, :]
+        target = tl.max_contiguous(buffer + row[:, None] * (stored * top_k) + behind, [1, K_BLOCK])
+        tl.store(target, ids, mask=inside[:, None] & held[None, :])
+        if export > 0:
+            kept = (slot >= 0) & (token < exported)
+            rows = (export + offset).to(tl.pointer_type(tl.int16))
+            there = tl.max_contiguous(rows + token.to(tl.int64)[:, None] * (stored * top_k) + behind, [1, K_BLOCK])
+            tl.store(there, ids, mask=kept[:, None] & held[None, :])
+        if first:
+            counted = (column >= 0) & (k == 0)
             if export > 0:
-                kept = (slot >= 0) & (token < exported)
-                rows = (export + offset).to(tl.pointer_type(tl.int16))
-                place = rows + token.to(tl.int64)[:, None] * (stored * top_k) + column * top_k + k[None, :]
-                tl.store(place, ids, mask=kept[:, None] & (k < top_k)[None, :])
-            if first:
-                if export > 0:
-                    turn = tl.atomic_add(state + _CALLS + stored + column, 1, sem="relaxed")
-                    word = export + 4 * (_CALLS + column)
-                    tl.store((word + (turn & _TURNS - 1)).to(tl.pointer_type(tl.int8)), 1)
-                else:
-                    tl.atomic_add(state + _CALLS + column, 1, sem="relaxed")
+                turn = tl.atomic_add(state + _CALLS + stored + column, 1, mask=counted, sem="relaxed")
+                byte = (export + 4 * (_CALLS + column) + (turn & _TURNS - 1)).to(tl.pointer_type(tl.int8))
+                tl.store(byte, tl.full([SITES * K_BLOCK], 1, tl.int8), mask=counted)
+            else:
+                tl.atomic_add(state + _CALLS + column, 1, mask=counted, sem="relaxed")
 
 
 class PointerTables:
@@ -120,8 +132,8 @@ class PointerTables:
         self._staged = torch.empty(_KEPT_TABLES, sites * 3, dtype=torch.int64, device="cpu", pin_memory=self._pinned)
         self._older: list[tuple[Tensor, Tensor]] = []
         self._used = 0
-        self.compiled: dict[tuple[int, bool, int, int], Any] = {}
-        """Kernels by current device, WIDE, BLOCK, K_BLOCK: Triton's own look-up takes the host as long as all the rest of it."""
+        self.compiled: dict[tuple[int, bool, int, int, int], Any] = {}
+        """Kernels by current device and constants: Triton's own look-up takes the host as long as all the rest of it."""
         self.beside = torch.cuda.Stream(device) if self._pinned else None
         """Fills tables of graphs that are being captured; whoever replays one waits for it once (`Binding.settle`)."""
 
@@ -196,12 +208,13 @@ def record(buffer: Tensor, state: Tensor, slots: Tensor, columns: Tensor, ids: S
     table = tables.table(numbers)
     top_k = buffer.shape[2]
     k_block = triton.next_power_of_2(top_k)
-    block = max(1, min(triton.next_power_of_2(tokens), 1024 // k_block))
-    constants = wide, block, k_block
-    grid = triton.cdiv(tokens, block), len(ids), 1
+    together = max(1, min(triton.next_power_of_2(len(ids)), _ROW // k_block))
+    block = max(1, min(triton.next_power_of_2(tokens), _PROGRAM // (together * k_block)))
+    constants = wide, block, together, k_block
+    grid = triton.cdiv(tokens, block), triton.cdiv(len(ids), together), 1
     arguments = (
         table, buffer, state, slots, columns, tokens, slots.shape[0] - HEADER, buffer.shape[0] - 1, buffer.shape[1],
-        top_k, rows_offset(buffer.shape[1]), *constants,
+        top_k, rows_offset(buffer.shape[1]), len(ids), *constants,
     )  # fmt: skip
     kernel = (torch.cuda.current_device() if columns.device.type == "cuda" else -1, *constants)
     compiled = tables.compiled.get(kernel)

@@ -7,18 +7,20 @@ differ in what they do with the ids:
 
     off         nothing: the same compiled model outside a step
     r3_pass     the record op that the backend inserts: one launch for all layers, int16
-    pinned      the same into a slot buffer in page-locked memory of the host (`placement="pinned"`)
+    to requests the same in a step as an engine's: slots from the host, and the rows also go to a request, which the kernel writes
+                over the bus (up to 1 MiB of rows; more are copied beside the next step)
+    pinned      into a slot buffer in page-locked memory of the host (`placement="pinned"`)
     put         `view.index_put_((slots,), ids)` into an int32 buffer, once per layer, with the cast to int32 left to Inductor
     alive       the ids of all layers are returned, and nobody reads them: what it costs that they stay in memory (many tokens only)
 
 Three tables: GPU time in a CUDA graph, of a model that is compiled as one; the same of one whose layers are compiled by
 themselves; and the host's time of a forward without CUDA graphs, from an idle GPU. Microseconds per forward. Each variant is
 captured several times, since two captures of the same code differ by some microseconds; replays of all alternate, and a figure
-is the median over captures of each capture's median. Slot mappings lie on the device: rows stay in the buffer, and their
-delivery is no part of this.
+is the median over captures of each capture's median. But for "to requests", slot mappings lie on the device and rows stay in the
+buffer.
 
 The floor is one more kernel in a CUDA graph, and the bytes that must move over the bandwidth of a copy: ids in (int64), rows out
-(int16; over the bus for "pinned").
+(int16; over the bus for "pinned" and "to requests").
 """
 
 from __future__ import annotations
@@ -37,12 +39,15 @@ from graphs import Graph, alternate, floors, recording
 from routing_model import HIDDEN, Routers
 
 import r3_pass
+from r3_pass.runtime import Segment
 
 GEOMETRIES = {"R1 (62 x 8 of 256)": (62, 8, 256), "Qwen3-30B-A3B (48 x 8 of 128)": (48, 8, 128)}
 TOKENS = {"R1 (62 x 8 of 256)": [256, 8192, 1], "Qwen3-30B-A3B (48 x 8 of 128)": [256]}
 TINY = {"tiny (3 x 2 of 8)": (3, 2, 8)}
 LIMITS = {256: 6.5, 8192: 20.0}
 SHARE, HOST = 1 / 3, 30.0
+DIRECT = 1024
+"""Tokens whose rows the kernel itself writes to their requests."""
 ROUNDED = 1e-3
 """Choices that two compilations may make differently, where scores are next to one another."""
 
@@ -104,9 +109,15 @@ def whole(bench: Bench, name: str, geometry: tuple[int, int, int], tokens: int, 
     session = setting.attach(on)
     put = functools.partial(plain, x, setting.buffer, setting.on_device)
     sessions = {"r3_pass": (session, on)}
-    if CUDA:  # a model of the same class under the same backend: the same compiled code serves both
+    options = {"pinned": {"placement": "pinned"}} if CUDA else {}
+    if CUDA and tokens <= DIRECT:
+        options["to requests"] = {}
+    for (
+        variant,
+        chosen,
+    ) in options.items():  # of the same class under the same backend: the same compiled code serves all
         beside = torch.compile(copy.deepcopy(model), backend=backend, **setting.compilation)
-        sessions["pinned"] = setting.attach(beside, placement="pinned"), beside
+        sessions[variant] = setting.attach(beside, **chosen), beside
     runs: dict[str, Callable[[], Graph]] = {
         "off": lambda: Graph(functools.partial(on, x)),
         "put": lambda: Graph(put),
@@ -120,7 +131,13 @@ def whole(bench: Bench, name: str, geometry: tuple[int, int, int], tokens: int, 
     for variant, (there, _) in sessions.items():
         for graph in graphs[variant]:
             setting.check(there, graph, graphs["put"][0])
-    steps = [recording(graphs[variant], setting.on_device) for variant in sessions]
+    prompt = [Segment("a request", 0, tokens)]
+    steps = [
+        recording(graphs[variant], setting.slots, prompt)
+        if variant == "to requests"
+        else recording(graphs[variant], setting.on_device)
+        for variant in sessions
+    ]
     level = alternate(graphs, *setting.effort)
     off = statistics.median(level["off"])
     row: dict[str, Any] = {"geometry": name, "tokens": tokens, "off": off}
@@ -131,7 +148,9 @@ def whole(bench: Bench, name: str, geometry: tuple[int, int, int], tokens: int, 
     row["spread"] = {variant: found[-1] - found[0] for variant, found in level.items()}
     bench.add("capture", row)
     if tokens in LIMITS:
-        explain = {variant: graphs[variant][0].replay for variant in ("off", "r3_pass")}
+        explain = {
+            variant: graphs[variant][0].replay for variant in ("off", "r3_pass", "to requests") if variant in graphs
+        }
         bench.bar(f"recording adds, us, {name}, T = {tokens}", row["r3_pass"], "<=", LIMITS[tokens], explain=explain)
     for there, _ in sessions.values():
         there.detach()
@@ -271,8 +290,9 @@ def report(bench: Bench, floor: dict[str, float]) -> None:
         "r3_pass adds",
         "floor",
         "above it",
+        "to requests",
         "pinned adds",
-        "its floor",
+        "floor of both",
         "put adds",
         "ids alive add",
         "spread",
@@ -283,7 +303,8 @@ def report(bench: Bench, floor: dict[str, float]) -> None:
             [
                 (
                     row["geometry"], row["tokens"], f"{row['off']:.0f}", f"**{row['r3_pass']:.1f}**", f"{row['floor']:.1f}",
-                    f"{row['r3_pass'] - row['floor']:.1f}", f"{row['pinned']:.1f}" if "pinned" in row else "-",
+                    f"{row['r3_pass'] - row['floor']:.1f}",
+                    *(f"{row[variant]:.1f}" if variant in row else "-" for variant in ("to requests", "pinned")),
                     f"{row['floor of pinned']:.1f}", f"{row['put']:.1f}", f"{row['alive']:.1f}" if "alive" in row else "-",
                     f"{row['spread']['off']:.1f}, {row['spread']['r3_pass']:.1f}",
                 )

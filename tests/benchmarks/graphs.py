@@ -54,15 +54,23 @@ class Graph:
             self._once()
 
 
-def recording(graphs: Sequence[Graph], slots: Any) -> Any:
-    """Have replays of one session's graphs record into `slots`, in a step that is never left: keep it until the last of them."""
+def recording(graphs: Sequence[Graph], slots: Any, segments: Any = None) -> Any:
+    """Have replays of one session's graphs record into `slots`, in a step that is never left: keep it until the last of them.
+
+    Args:
+        segments: whose tokens they are; the graphs' kernels then write the rows to the host as well.
+    """
     session = graphs[0].session
     assert session is not None
     for graph in graphs:
         graph.slots = slots
-    step = session.step(slots)
+    step = session.step(slots, segments)
     if CUDA:
         step.__enter__()
+        if segments is not None and step.staged is None:
+            raise SystemExit(
+                "the rows of this step are not written to the host by the kernel: there is nothing to measure"
+            )
     return step
 
 

@@ -169,6 +169,39 @@ def test_sites_that_are_not_stored() -> None:
 
 
 @inside
+@pytest.mark.parametrize("export", [False, True])
+@pytest.mark.parametrize("tokens", [1, 7, 40])
+@pytest.mark.parametrize(("sites", "top_k"), [(2, 8), (17, 8), (21, 6), (62, 1), (3, 70), (2, 200)])
+def test_programs(sites: int, top_k: int, tokens: int, export: bool) -> None:
+    """A program writes tokens of several sites: neither number fills the last ones, columns are in any order, one is not stored."""
+    from r3_pass.passes import kernels
+
+    stored, slots = sites + 1, torch.randperm(50)[:tokens]
+    columns = torch.randperm(stored)[:sites]
+    columns[sites // 2] = -1
+    ids = [random_ids(tokens, top_k if n % 3 else max(top_k - 1, 1)) for n in range(sites)]
+    host = np.zeros(rows_offset(stored) + tokens * stored * top_k * 2, np.uint8)
+    mapping = torch.cat([torch.tensor([tokens, -1, tokens, 0]), slots])
+    buffers = [torch.full((51, stored, top_k), 77, dtype=torch.int16) for _ in range(2)]
+    states = [torch.zeros(state_size(stored), dtype=torch.int32) for _ in range(2)]
+    record_reference(buffers[1], states[1], mapping, columns, ids)
+    if export:
+        mapping[1] = host.ctypes.data
+    kernels.record(buffers[0], states[0], mapping, columns, ids)
+    assert torch.equal(*buffers)
+    if not export:
+        assert torch.equal(*states)
+        return
+    calls = host[4 : 4 * (STATE_CALLS + stored)].reshape(stored, TURNS).sum(1)
+    assert calls.tolist() == states[1][STATE_CALLS : STATE_CALLS + stored].tolist() and not host[:4].any()
+    rows = torch.from_numpy(host[rows_offset(stored) :]).view(torch.int16).view(tokens, stored, top_k)
+    written = columns[columns >= 0]
+    assert torch.equal(rows[:, written], buffers[0][slots][:, written])
+    missing = [n for n in range(stored) if n not in columns.tolist()]
+    assert not rows[:, missing].any()
+
+
+@inside
 def test_narrower_layers() -> None:
     """Each site has its own k, all in one launch."""
     both([4, 5, 6, 7], [random_ids(4, 1), random_ids(4, 3), random_ids(4, 2)], [0, 1, 2], top_k=3)
