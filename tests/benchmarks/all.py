@@ -42,7 +42,7 @@ BENCHMARKS = {
     "capture": Benchmark("capture_cost.py", (), 1, 320),
     "router": Benchmark("router_cost.py", ("--tokens", "256"), 1, 120),
     "forward-blocks": Benchmark("forward_cost.py", ("--parts", "blocks", "--layers", "48"), 2, 120),
-    "serving": Benchmark("serving_cost.py", ("--requests", "256", "--seconds", "100"), 2, 280),
+    "serving": Benchmark("serving_cost.py", ("--requests", "256", "--seconds", "125"), 2, 290),
     "forward": Benchmark("forward_cost.py", ("--layers", "8"), 2, 140),
     "compile": Benchmark("compile_cost.py", (), 3, 270),
     "replay": Benchmark("replay_cost.py", (), 3, 240),

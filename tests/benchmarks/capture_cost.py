@@ -11,7 +11,7 @@ differ in what they do with the ids:
                 over the bus (up to 1 MiB of rows; more are copied beside the next step)
     pinned      into a slot buffer in page-locked memory of the host (`placement="pinned"`)
     put         `view.index_put_((slots,), ids)` into an int32 buffer, once per layer, with the cast to int32 left to Inductor
-    alive       the ids of all layers are returned, and nobody reads them: what it costs that they stay in memory (many tokens only)
+    alive       the ids of all layers are returned, and nobody reads them: what it costs that they stay in memory (but of one token)
 
 Three tables: GPU time in a CUDA graph, of a model that is compiled as one; the same of one whose layers are compiled by
 themselves; and the host's time of a forward without CUDA graphs, from an idle GPU. Microseconds per forward. Each variant is
@@ -122,7 +122,7 @@ def whole(bench: Bench, name: str, geometry: tuple[int, int, int], tokens: int, 
         "off": lambda: Graph(functools.partial(on, x)),
         "put": lambda: Graph(put),
     }
-    if tokens > 1024 or given.tiny:
+    if tokens > 1:
         runs["alive"] = lambda: Graph(functools.partial(plain, x, keep=True))
     for variant, (there, compiled) in sessions.items():
         runs[variant] = functools.partial(Graph, functools.partial(compiled, x), there, tokens)

@@ -5,25 +5,27 @@
 
 Qwen3-30B-A3B's geometry with random weights in bfloat16, served by the reference engine (`examples/engine`): one decode of `batch`
 sequences at a context of `context` tokens, their tokens random (so that all experts are used), in a CUDA graph. Milliseconds of GPU
-time. Each variant is captured several times (two captures of the same code differ), replays of all alternate with those of "off",
-and a ratio is the median over the rounds of each round's own, of the median captures:
+time:
 
     off      the compiler without r3_pass
     on       r3_pass.backend(), in a step whose rows go to their requests: ids of all layers recorded, and written to the host
     fused    r3_pass.backend(fuse_router=True), the same
-    again    "off" in an engine of its own: what two engines differ by without r3_pass
 
-`--parts model` compiles the model as one, for this one batch size (minutes for each of four compilations of 48 layers, so 8 is the
-default); `--parts blocks` compiles each layer's MoE block by itself, whose graph serves all layers, and leaves the rest eager.
-Variants have modules, KV caches and sessions of their own over the same weights. The floor is the time to read what a decode must
-read: all weights but the embedding, and all keys and values, once.
+Two engines of the same code differ by more than recording costs, for their memory lies elsewhere. So there are several engines of
+off and of on, made in turn, and each one's decode is captured several times. Replays of all take turns; a ratio is the median over
+the rounds of each round's own: the mean of the variant's engines over that of the others', an engine being its median capture.
+
+`--parts model` compiles the model as one, for this one batch size (minutes for each compilation of 48 layers, so 8 is the default);
+`--parts blocks` compiles each layer's MoE block by itself, whose graph serves all layers, and leaves the rest eager. Engines have
+modules, KV caches and sessions of their own over the same weights. The floor is the time to read what a decode must read: all
+weights but the embedding, and all keys and values, once.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import statistics
+import gc
 import time
 from collections.abc import Callable
 from typing import Any
@@ -35,7 +37,6 @@ from graphs import floors, microseconds
 from qwen3 import (
     BLOCK,
     PARTS,
-    VARIANTS,
     attach,
     backend_of,
     build,
@@ -52,7 +53,7 @@ LIMITS = {"on": ("<=", 1.002), "fused": ("<", 1.0)}
 
 
 class Decode:
-    """One variant's decode, captured several times; all that it needs lives as long as it does."""
+    """One engine's decode, captured several times; all that it needs lives as long as it does."""
 
     def __init__(self, variant: str, model: Any, given: Any, tokens: np.ndarray) -> None:
         began = time.perf_counter()
@@ -134,8 +135,8 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=640)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--replays", type=int, default=5)
-    parser.add_argument("--captures", type=int, default=3)
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
+    parser.add_argument("--captures", type=int, default=2, help="of each engine's decode")
+    parser.add_argument("--engines", type=int, default=2, help="of off, and of on")
     given = parser.parse_args()
     if given.tiny:
         given.layers, given.batch, given.context, given.rounds, given.replays = 2, 4, 32, 2, 1
@@ -152,47 +153,63 @@ def main() -> None:
 
 
 def measure(bench: Bench, model: Any, bandwidth: float) -> None:
-    """Each variant is measured beside "off" as soon as it is compiled: what takes too long loses the later ones only."""
     given = bench.given
     tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, given.batch)
-    made: dict[str, Decode] = {}
+    floor = read_bytes(model, given.batch * given.context) / bandwidth / 1e6
+    made: dict[str, list[Decode]] = {"off": [], "on": []}
     rows: dict[str, np.ndarray] = {}
-    for variant in given.variants:
-        decode = made[variant] = Decode(variant, model, given, tokens)
+
+    def make(variant: str) -> None:
+        decode = Decode(variant, model, given, tokens)
         print(f"{variant}: compiled and captured in {decode.seconds:.0f} s", flush=True)
         if decode.session is not None:
             rows[variant] = decode.rows()
             decode.record()
-        pair = {name: made[name] for name in ("off", variant) if name in made}
-        for one in pair.values():
-            for replay in one.replays:
-                replay()
-        settle()
-        times: dict[str, list[list[float]]] = {name: [] for name in pair}
-        for number in range(given.rounds):
-            for name, one in list(pair.items())[:: -1 if number % 2 else 1]:
-                times[name].append([microseconds(replay, given.replays) / 1e3 for replay in one.replays])
-        level = {name: [statistics.median(seen) for seen in times[name]] for name in pair}
-        row: dict[str, Any] = {"variant": variant, "parts": given.parts, "layers": given.layers}
-        row["floor, ms"] = read_bytes(model, given.batch * given.context) / bandwidth / 1e6
-        row["ms"] = statistics.median(level[variant])
-        row["spread, ms"] = float(np.ptp(np.quantile(level[variant], [0.1, 0.9])))
-        row["captures, ms"] = [float(ms) for ms in np.median(times[variant], axis=0)]
-        row["compiled in, s"] = decode.seconds
-        row["not fused"] = unfused(decode.backend)
-        if len(pair) == 2:
-            row["off, ms"] = statistics.median(level["off"])
-            row["of off"] = statistics.median(a / b for a, b in zip(level[variant], level["off"], strict=True))
-            row["logits differ by"] = float((decode.logits - made["off"].logits).abs().max())
-        if variant == "fused" and "on" in rows:
-            row["rows that differ from on"] = int((rows["fused"] != rows["on"]).any((1, 2)).sum())
-        row["all, ms"] = times
-        bench.add("forward", row)
-        if variant in LIMITS and len(pair) == 2:
-            must, limit = LIMITS[variant]
-            explain = {name: one.replay for name, one in pair.items()}
-            figure = f"decode forward, {given.layers} layers, compiled {_compiled(given.parts)}, {variant} / off"
-            bench.bar(figure, row["of off"], must, limit, explain=explain)
+        made.setdefault(variant, []).append(decode)
+
+    for _ in range(given.engines):
+        make("off")
+        make("on")
+    compare(bench, "on", made, {"floor, ms": floor})
+    for variant in ("off", "on"):  # a cache for each takes what memory there is
+        del made[variant][1:]
+    gc.collect()
+    make("fused")
+    differ = int((rows["fused"] != rows["on"]).any((1, 2)).sum())
+    compare(bench, "fused", made, {"floor, ms": floor, "rows that differ from on": differ})
+
+
+def compare(bench: Bench, variant: str, made: dict[str, list[Decode]], more: dict[str, Any]) -> None:
+    """A variant's engines beside those of "off"."""
+    given = bench.given
+    engines = [(name, decode) for name in ("off", variant) for decode in made[name]]
+    for _, decode in engines:
+        for replay in decode.replays:
+            replay()
+    settle()
+    times: list[list[list[float]]] = [[] for _ in engines]  # by engine, round and capture
+    for number in range(given.rounds):
+        for (_, decode), seen in list(zip(engines, times, strict=True))[:: -1 if number % 2 else 1]:
+            seen.append([microseconds(replay, given.replays) / 1e3 for replay in decode.replays])
+    level = np.median(times, axis=2)  # by engine and round
+    ours = np.array([name == variant for name, _ in engines])
+    ratio = float(np.median(level[ours].mean(0) / level[~ours].mean(0)))
+    row: dict[str, Any] = {"variant": variant, "parts": given.parts, "layers": given.layers, **more, "of off": ratio}
+    for name, which in (("off", ~ours), (variant, ours)):
+        row[f"{name}, ms"] = float(np.median(level[which].mean(0)))
+        row[f"{name}, engines, ms"] = np.median(level[which], axis=1).tolist()
+        row[f"{name}, captures, ms"] = np.median(np.array(times)[which], axis=1).tolist()
+    decode, off = made[variant][0], made["off"][0]
+    row["logits differ by"] = float((decode.logits - off.logits).abs().max())
+    row["compiled in, s"] = decode.seconds
+    row["not fused"] = unfused(decode.backend)
+    row["all, ms"] = {
+        f"{name} {number}": seen for number, ((name, _), seen) in enumerate(zip(engines, times, strict=True))
+    }
+    bench.add("forward", row)
+    must, limit = LIMITS[variant]
+    figure = f"decode forward, {given.layers} layers, compiled {_compiled(given.parts)}, {variant} / off"
+    bench.bar(figure, ratio, must, limit, explain={"off": off.replay, variant: decode.replay})
 
 
 def _compiled(parts: str) -> str:
@@ -200,14 +217,16 @@ def _compiled(parts: str) -> str:
 
 
 def report(bench: Bench) -> None:
+    def engines(row: dict[str, Any], name: str) -> str:
+        return ", ".join(f"{ms:.3f}" for ms in row[f"{name}, engines, ms"])
+
     print(
         table(
-            ["", "a decode, ms", "of off", "captures differ by, ms", "floor, ms", "logits differ by", "compiled in, s"],
+            ["", "of off", "its engines, ms", "those of off, ms", "floor, ms", "logits differ by", "compiled in, s"],
             [
                 (
-                    row["variant"], f"{row['ms']:.3f}", f"{row['of off']:.4f}" if "of off" in row else "-",
-                    f"{np.ptp(row['captures, ms']):.3f}", f"{row['floor, ms']:.3f}", f"{row.get('logits differ by', 0):.3g}",
-                    f"{row['compiled in, s']:.0f}",
+                    row["variant"], f"{row['of off']:.4f}", engines(row, row["variant"]), engines(row, "off"),
+                    f"{row['floor, ms']:.3f}", f"{row['logits differ by']:.3g}", f"{row['compiled in, s']:.0f}",
                 )
                 for row in bench.rows["forward"]
             ],

@@ -19,10 +19,6 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from engine import Engine, ReferenceAdapter
 
 BLOCK = 16
-VARIANTS = ["off", "on", "fused", "again"]
-"""Again: off once more in an engine of its own, what two engines differ by without r3_pass."""
-
-PLAIN = {"off", "again"}
 PARTS = ["model", "blocks"]
 """What is compiled: the model as one, or each layer's MoE block by itself, the rest of the model eager."""
 
@@ -59,7 +55,7 @@ def sharing_weights(model: nn.Module) -> Any:
 
 
 def backend_of(variant: str, inner: str) -> Any:
-    return inner if variant in PLAIN else r3_pass.backend(inner, fuse_router=variant == "fused")
+    return inner if variant == "off" else r3_pass.backend(inner, fuse_router=variant == "fused")
 
 
 def engine_of(model: Any, backend: Any, parts: str, dynamic: bool, **options: Any) -> Engine:

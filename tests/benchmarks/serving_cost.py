@@ -3,10 +3,10 @@
     python tests/benchmarks/serving_cost.py [--layers 48] [--seconds 150] [--out results.json]
 
 Qwen3-30B-A3B's geometry with random weights in bfloat16 behind the reference engine (`examples/engine`), decodes in CUDA graphs:
-random prompts, `concurrency` requests at a time, the next one as soon as one ends. Three engines live side by side over the same
-weights: one compiled without r3_pass, one with it and with a session that hands out every request's rows, and one more without
-(again: what two engines differ by anyway); runs over the same prompts alternate, and so does which of them goes first. A ratio is
-the median over the rounds of each round's own.
+random prompts, `concurrency` requests at a time, the next one as soon as one ends. Four engines live side by side over the same
+weights: two compiled without r3_pass (off), and two with it, each with a session that hands out every request's rows (on): engines
+of the same code differ, for their memory lies elsewhere. Runs over the same prompts take turns, and each round begins with another
+one. A ratio is the median over the rounds of each round's own, the mean of the two engines over that of the others.
 
 `--parts blocks` (all 48 layers, 61 GB) compiles each layer's MoE block by itself and leaves the rest eager; `--parts model`
 compiles the model as one, minutes for a few layers. As many rounds are run as fit into `seconds`.
@@ -27,7 +27,7 @@ from qwen3 import BLOCK, PARTS, attach, backend_of, build, engine_of, settle, sh
 
 LIMITS = {"tokens/s": (">=", 0.998), "TTFT P50, ms": ("<=", 1.01), "TTFT P99, ms": ("<=", 1.01)}
 PHASES = ["until all have a token, s", "after that, s"]  # with all requests asked at once: prefills, and decodes alone
-ORDERS = [("off", "on", "again"), ("again", "on", "off"), ("on", "off", "again")]
+ENGINES = ["off 1", "on 1", "off 2", "on 2"]  # in the order in which they are made
 MEASURES = ["tokens/s", "TTFT P50, ms", "TTFT P99, ms", "TPOT P50, ms", "TPOT P99, ms", *PHASES]
 
 
@@ -133,55 +133,61 @@ def measure(bench: Bench, model: Any) -> None:
     given = bench.given
     vocabulary = model.config.vocab_size
     servers: dict[str, Server] = {}
-    for variant in ("off", "on", "again"):
-        servers[variant] = Server(variant, model, given)
-        print(f"{variant}: compiled and captured in {servers[variant].seconds:.0f} s", flush=True)
-    # A whole run each that nobody counts: whoever meets a size first makes the kernels' plans for both (a first run took twice as
+    for engine in ENGINES:
+        servers[engine] = Server(engine.split()[0], model, given)
+        print(f"{engine}: compiled and captured in {servers[engine].seconds:.0f} s", flush=True)
+    # A whole run each that nobody counts: whoever meets a size first makes the kernels' plans for all (a first run took twice as
     # long as the second, whoever had it).
     first = np.random.default_rng(1000).integers(0, vocabulary, (given.requests, given.prompt)).tolist()
     for server in servers.values():
         server.serve(first, given.new, given.concurrency)
     gc.collect()
-    gc.freeze()  # both engines, of which every full collection would look at all, whoever's allocation it is that starts it
-    runs: dict[str, list[dict[str, float]]] = {variant: [] for variant in servers}
+    gc.freeze()  # all engines, which every full collection would look at, whoever's allocation it is that starts it
+    runs: dict[str, list[dict[str, float]]] = {engine: [] for engine in ENGINES}
     began, same, number = time.perf_counter(), [], 0
     spent = 0.0
     while number < given.rounds or spent * (number + 1) / number <= given.seconds:
         prompts = np.random.default_rng(number).integers(0, vocabulary, (given.requests, given.prompt)).tolist()
         tokens = {}
-        for variant in ORDERS[number % len(ORDERS)]:
-            measured, results = servers[variant].serve(prompts, given.new, given.concurrency)
-            runs[variant].append(measured)
-            tokens[variant] = {tuple(r.prompt_token_ids): r.token_ids for r in results}
-            bench.add("runs", {"round": number, "variant": variant, **measured})
-        same.append(statistics.mean(tokens["on"][prompt] == ids for prompt, ids in tokens["off"].items()))
+        turn = number % len(ENGINES)
+        for engine in ENGINES[turn:] + ENGINES[:turn]:
+            measured, results = servers[engine].serve(prompts, given.new, given.concurrency)
+            runs[engine].append(measured)
+            tokens[engine] = {tuple(r.prompt_token_ids): r.token_ids for r in results}
+            bench.add("runs", {"round": number, "engine": engine, **measured})
+        for engine in ENGINES[1:]:
+            same.append(statistics.mean(tokens[engine][prompt] == ids for prompt, ids in tokens["off 1"].items()))
         number += 1
         spent = time.perf_counter() - began
-
-    def ratios(variant: str, name: str) -> list[float]:
-        return [one[name] / off[name] for one, off in zip(runs[variant], runs["off"], strict=True)]
-
+    ratios: dict[str, float] = {}
     for name in MEASURES:
-        row: dict[str, Any] = {"measure": name, "rounds": number, "equal tokens": statistics.mean(same)}
-        row |= {variant: statistics.median(run[name] for run in seen) for variant, seen in runs.items()}
-        row["spread of off"] = float(np.ptp([run[name] for run in runs["off"]])) / row["off"]
-        row["on / off"], row["ratios"] = statistics.median(ratios("on", name)), ratios("on", name)
-        row["again / off"] = statistics.median(ratios("again", name))
+        found = np.array([[run[name] for run in runs[engine]] for engine in ENGINES])  # by engine and round
+        off, on = found[0::2], found[1::2]
+        each = on.mean(0) / off.mean(0)
+        ratios[name] = float(np.median(each))
+        row = {"measure": name, "rounds": number, "equal tokens": statistics.mean(same)}
+        row |= {
+            "off": float(np.median(off)),
+            "on": float(np.median(on)),
+            "on / off": ratios[name],
+            "ratios": each.tolist(),
+        }
+        row["off 2 / off 1"] = float(np.median(off[1] / off[0]))
+        row["on 2 / on 1"] = float(np.median(on[1] / on[0]))
+        row["spread of off"] = float(np.ptp(off)) / row["off"]
         bench.add("serving", row)
     fresh = np.random.default_rng(2000)  # what was served before lies in the prefix cache
 
     def served(variant: str) -> Any:
         def few() -> None:
             prompts = fresh.integers(0, vocabulary, (16, given.prompt)).tolist()
-            servers[variant].serve(prompts, min(given.new, 4), given.concurrency)
+            servers[f"{variant} 1"].serve(prompts, min(given.new, 4), given.concurrency)
 
         return few
 
     explain = {variant: served(variant) for variant in ("off", "on")}
     for name, (must, limit) in LIMITS.items():
-        bench.bar(
-            f"serving, {name}, on / off", statistics.median(ratios("on", name)), must, limit, explain=explain, host=True
-        )
+        bench.bar(f"serving, {name}, on / off", ratios[name], must, limit, explain=explain, host=True)
         explain = explain if bench.bars[-1]["met"] is not False else {}  # one profile explains them all
 
 
@@ -189,11 +195,11 @@ def report(bench: Bench) -> None:
     given, rows = bench.given, bench.rows["serving"]
     print(
         table(
-            ["", "off", "on", "on / off", "again / off", "spread of off"],
+            ["", "off", "on", "on / off", "one off of the other", "one on of the other", "spread of off"],
             [
                 (
                     row["measure"], f"{row['off']:.2f}", f"{row['on']:.2f}", f"**{row['on / off']:.4f}**",
-                    f"{row['again / off']:.4f}",
+                    f"{row['off 2 / off 1']:.4f}", f"{row['on 2 / on 1']:.4f}",
                     f"{100 * row['spread of off']:.1f}%",
                 )
                 for row in rows
