@@ -33,9 +33,10 @@ from r3_pass.passes.ops import (
 
 _KEPT_TABLES = 64
 _ROW = 128
-"""Ids of a token that one program writes: of several sites, as far as there are as many."""
+"""Ids of a token that one program writes, of several sites. Whatever their number: a launch inside a capture may compile nothing,
+so there is one form of the kernel for a model's top-k, and a graph of one site leaves most of it idle."""
 _PROGRAM = 1024
-"""Ids that one program writes."""
+"""Ids that one program writes in all."""
 
 _HEADER = tl.constexpr(HEADER)
 _TOKENS = tl.constexpr(HEADER_TOKENS)
@@ -208,8 +209,8 @@ def record(buffer: Tensor, state: Tensor, slots: Tensor, columns: Tensor, ids: S
     table = tables.table(numbers)
     top_k = buffer.shape[2]
     k_block = triton.next_power_of_2(top_k)
-    together = max(1, min(triton.next_power_of_2(len(ids)), _ROW // k_block))
-    block = max(1, min(triton.next_power_of_2(tokens), _PROGRAM // (together * k_block)))
+    together = max(1, _ROW // k_block)
+    block = max(1, _PROGRAM // (together * k_block))
     constants = wide, block, together, k_block
     grid = triton.cdiv(tokens, block), triton.cdiv(len(ids), together), 1
     arguments = (

@@ -202,6 +202,23 @@ def test_programs(sites: int, top_k: int, tokens: int, export: bool) -> None:
 
 
 @inside
+def test_one_form() -> None:
+    """A launch inside a CUDA graph's capture may compile nothing: a layer of a model, by itself, takes the form that all took."""
+    from r3_pass.passes import kernels
+
+    mapping = torch.cat([torch.tensor([0, -1, 0, 0]), torch.arange(S)])
+    forms = set()
+    for sites in (M, 1):
+        columns = torch.arange(sites)
+        for tokens in (1, 3, S):
+            mapping[0] = tokens
+            buffer, state = torch.zeros(S + 1, M, 2, dtype=torch.int16), torch.zeros(state_size(M), dtype=torch.int32)
+            kernels.record(buffer, state, mapping, columns, [random_ids(tokens) for _ in range(sites)])
+        forms |= kernels.prepare(columns).compiled.keys()
+    assert len(forms) == 1
+
+
+@inside
 def test_narrower_layers() -> None:
     """Each site has its own k, all in one launch."""
     both([4, 5, 6, 7], [random_ids(4, 1), random_ids(4, 3), random_ids(4, 2)], [0, 1, 2], top_k=3)
