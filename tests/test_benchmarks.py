@@ -44,6 +44,7 @@ def configured() -> Iterator[None]:
         pytest.param("forward_cost", ["--parts", "blocks"], {"floors", "forward"}, marks=pytest.mark.slow),
         pytest.param("serving_cost", ["--parts", "model"], {"runs", "serving"}, marks=pytest.mark.slow),
         pytest.param("serving_cost", ["--parts", "blocks"], {"runs", "serving"}, marks=pytest.mark.slow),
+        pytest.param("decode_cost", [], {"steps"}, marks=pytest.mark.slow),
         pytest.param("compile_cost", [], {"compile"}, marks=pytest.mark.slow),
         pytest.param("replay_cost", [], {"replay"}, marks=pytest.mark.slow),
         pytest.param("traffic", [], {"scale", "real", "entropy"}, marks=pytest.mark.slow),
@@ -58,6 +59,16 @@ def test_runs(
     found = json.loads(out.read_text())
     assert set(found["rows"]) == tables
     assert not [bar for bar in found["bars"] if bar["met"] is False]
+
+
+def test_kernels_that_differ() -> None:
+    """Those of one side only count in full; the last row is all of them."""
+    text = load("bench").difference({"record": 5.0, "same": 1.0, "slow": 3.5}, {"same": 1.0, "slow": 3.0, "gone": 2.0})
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
+    assert rows[2:] == [
+        ["record", "0.0", "+5.0"], ["gone", "2.0", "-2.0"], ["slow", "3.0", "+0.5"], ["same", "1.0", "+0.0"],
+        ["all", "6.0", "+3.5"],
+    ]  # fmt: skip
 
 
 def test_a_missed_bar_fails_and_is_profiled(tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ BENCHMARKS = {
     "memory": Benchmark("memory_cost.py", (), 1, 60),
     "capture": Benchmark("capture_cost.py", (), 1, 320),
     "router": Benchmark("router_cost.py", ("--tokens", "256"), 1, 120),
+    "decodes": Benchmark("decode_cost.py", (), 1, 150),
     "forward-blocks": Benchmark("forward_cost.py", ("--parts", "blocks", "--layers", "48"), 2, 120),
     "serving": Benchmark("serving_cost.py", ("--requests", "256", "--seconds", "125"), 2, 290),
     "forward": Benchmark("forward_cost.py", ("--layers", "8"), 2, 140),

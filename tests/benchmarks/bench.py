@@ -37,7 +37,7 @@ CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 
 _HOLDS: dict[str, Callable[[float, float], bool]] = {"<=": operator.le, "<": operator.lt, ">=": operator.ge}
-_PROFILED = 15  # rows of a profile
+_PROFILED, _PROFILED_CALLS = 15, 3  # rows of a profile
 _CALLS, _SECONDS = 30, 5.0  # of Python's, whichever is reached first
 
 
@@ -115,19 +115,27 @@ class Bench:
         met = _HOLDS[must](value, limit) if self.judged or anywhere else None
         self.bars.append({"figure": figure, "value": value, "bar": f"{must} {limit:g}", "met": met})
         self._write()
-        if met is False:
-            for name, run in (explain or {}).items():
-                self._keep_profile(f"{figure}: {name}", run, host)
+        if met is False and explain:
+            self._explain(figure, explain, host)
 
-    def _keep_profile(self, title: str, run: Callable[[], Any], host: bool) -> None:
-        try:
-            text = f"## {title}\n\n{profiled(run, host)}\n"
-        except (
-            RuntimeError,
-            ValueError,
-            r3_pass.R3Error,
-        ) as error:  # no reason to lose the figures that are still to come
-            text = f"## {title}\n\nnot profiled: {error}\n"
+    def _explain(self, figure: str, explain: Mapping[str, Callable[[], Any]], host: bool) -> None:
+        seen: list[dict[str, float]] = []
+        for name, run in explain.items():
+            try:
+                text, kernels = profiled(run, host)
+                seen.append(kernels)
+            except (
+                RuntimeError,
+                ValueError,
+                r3_pass.R3Error,
+            ) as error:  # no reason to lose the figures that are still to come
+                text = f"not profiled: {error}"
+            self._keep(f"{figure}: {name}", text)
+        if CUDA and len(seen) > 1:
+            self._keep(f"{figure}: {list(explain)[-1]} less {next(iter(explain))}", difference(seen[-1], seen[0]))
+
+    def _keep(self, title: str, text: str) -> None:
+        text = f"## {title}\n\n{text}\n"
         print(text, flush=True)
         if self.given.out:
             with open(self.given.out.with_suffix(".profile.txt"), "a") as kept:
@@ -148,11 +156,14 @@ class Bench:
             self.given.out.write_text(json.dumps(found, indent=2, default=str) + "\n")
 
 
-def profiled(run: Callable[[], Any], host: bool = False) -> str:
-    """The 15 operators or kernels that take most of three calls, by GPU time; by host time with Python's functions beside them."""
+def profiled(run: Callable[[], Any], host: bool = False) -> tuple[str, dict[str, float]]:
+    """The 15 operators or kernels that take most of three calls, by GPU time; by host time with Python's functions beside them.
+
+    Returns: the text, and each kernel's microseconds of GPU time in a call.
+    """
     activities = [torch.profiler.ProfilerActivity.CPU, *([torch.profiler.ProfilerActivity.CUDA] if CUDA else [])]
     with torch.profiler.profile(activities=activities) as seen:
-        for _ in range(3):
+        for _ in range(_PROFILED_CALLS):
             run()
         if CUDA:
             torch.cuda.synchronize()
@@ -160,11 +171,14 @@ def profiled(run: Callable[[], Any], host: bool = False) -> str:
     order = "self_cpu_time_total" if by_host else "self_device_time_total"
     averages = seen.key_averages()
     text = str(averages.table(sort_by=order, row_limit=_PROFILED, max_name_column_width=90))
-    for entry in averages:  # ours, however little it is
-        if entry.key.startswith("record_kernel"):
+    kernels: dict[str, float] = {}
+    for entry in averages:
+        if entry.device_type == torch.autograd.DeviceType.CUDA:
+            kernels[entry.key] = kernels.get(entry.key, 0.0) + entry.self_device_time_total / _PROFILED_CALLS
+        if entry.key.startswith("record_kernel"):  # ours, however little it is
             text += f"\n{entry.key}: {entry.self_device_time_total:.1f} us in {entry.count} launches"
     if not host:
-        return text
+        return text, kernels
     python = cProfile.Profile()
     began, calls = time.perf_counter(), 0
     python.enable()
@@ -174,7 +188,16 @@ def profiled(run: Callable[[], Any], host: bool = False) -> str:
     python.disable()
     stream = io.StringIO()
     pstats.Stats(python, stream=stream).strip_dirs().sort_stats("tottime").print_stats(_PROFILED)
-    return f"{text}\nPython, {calls} calls:\n{stream.getvalue()}"
+    return f"{text}\nPython, {calls} calls:\n{stream.getvalue()}", kernels
+
+
+def difference(ours: Mapping[str, float], theirs: Mapping[str, float]) -> str:
+    """The kernels whose GPU time differs most, microseconds in a call, and all of them together."""
+    by = {kernel: ours.get(kernel, 0.0) - theirs.get(kernel, 0.0) for kernel in {*ours, *theirs}}
+    most = sorted(by, key=lambda kernel: -abs(by[kernel]))[:_PROFILED]
+    rows = [(kernel[:90], f"{theirs.get(kernel, 0.0):.1f}", f"{by[kernel]:+.1f}") for kernel in most]
+    rows.append(("all", f"{sum(theirs.values()):.1f}", f"{sum(by.values()):+.1f}"))
+    return table(["kernel, GPU us in a call", "without", "more"], rows)
 
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
