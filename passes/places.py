@@ -19,7 +19,7 @@ def module_path(node: fx.Node) -> str:
     if not stack:
         return ""
     path = list(stack.values())[-1][0]
-    path = re.sub(r"^L\['(self|fn|model|module)'\]\.?", "", str(path))
+    path = re.sub(r"^[LG]\['[^']*'\]", "", str(path))
     path = re.sub(r"\._modules\['([^']*)'\]", r".\1", path)
     path = re.sub(r"\[['\"]?([^'\"\]]*)['\"]?\]", r".\1", path)
     return path.strip(".")

@@ -28,11 +28,11 @@ def pad(rows: Sequence[Any], length: int, *, side: Literal["right", "left"] = "r
     Args:
         rows: for each sequence [n, L, K]: one row for each token, or for all but the last.
         length: S of the forward's input ids [B, S].
-        side: where the padding tokens are. With "left", sequences must have a row for each token (see `complete`), since the
-            first row's place follows from the last one's.
+        side: where the padding tokens are. With "left", the first row's place follows from the last one's: rows must end in the
+            -1 of the last token (see `complete`); for rows of every token, that one's too, give `offsets`.
         offsets: int [B], the column of each sequence's first token, in place of `side`: prompts padded left, completions right.
 
-    Raises: InvalidRoutes if a sequence does not fit.
+    Raises: InvalidRoutes if a sequence does not fit, or may lack the row of its last token where the padding is on the left.
     """
     if side not in ("right", "left"):
         raise ValueError(f"side is 'right' or 'left', got {side!r}")
@@ -44,6 +44,12 @@ def pad(rows: Sequence[Any], length: int, *, side: Literal["right", "left"] = "r
         raise InvalidRoutes(f"{len(arrays)} sequences, {len(starts)} offsets")
     batch = np.full((len(arrays), length, *arrays[0].shape[1:]), -1, arrays[0].dtype)
     for number, (array, start) in enumerate(zip(arrays, starts, strict=True)):
+        if offsets is None and side == "left" and (array[-1:] != -1).any():
+            raise InvalidRoutes(
+                f"sequence {number} has {len(array)} rows, and whether the last one is its last token's is not known: recorded "
+                "rows lack that one, and with padding on the left all would be a token late. Give "
+                "complete(rows, how many tokens it has), or offsets=, the column of each sequence's first token."
+            )
         if start < 0 or start + len(array) > length:
             raise InvalidRoutes(
                 f"sequence {number} has {len(array)} rows from column {start} on; the batch is {length} wide. Truncate its rows "

@@ -187,7 +187,14 @@ class _Test:
             want = self._outcome(eager)
         known = sum(map(bool, chosen.values()))
         if known < len(given) or not mode.forced:
-            return Result(name, False, f"the eager model's choice was found in {known} of {len(given)} layers only")
+            unseen = ", ".join(str(layer) for layer, block in blocks.items() if not chosen[block])
+            return Result(
+                name,
+                False,
+                f"not compared: where the eager model chooses was found in {known} of {len(given)} layers (not in {unseen}). "
+                "It is looked for in what torch.topk, sort, argmax and the like return inside of a call of the layer's module: "
+                "call that module itself, or force the ids in a copy of your router and compare loss and gradients",
+            )
         apart, whose = found.apart(want)
         exact = all(p.dtype in (torch.float32, torch.float64) for p in self.model.parameters())
         return Result(name, apart < (1e-5 if exact else 5e-2), f"apart by {apart:.1e} at most ({whose})")

@@ -279,13 +279,18 @@ def _experts_in(
 ) -> Evidence | None:
     """Evidence of routed experts in a block: a bank [E, ., .] or E like modules, beside a weight that scores E choices."""
     scored = {size for _, t in tensors for size in _scores(t)}
-    for name, tensor in tensors:
-        if _is_bank(model, name, tensor, scored):
+    banks = [(name, tensor) for name, tensor in tensors if _is_bank(model, name, tensor, scored)]
+    for name, tensor in banks:
+        if isinstance(tensor, nn.Parameter):
             return Evidence(f"{name} holds {tensor.shape[0]} experts", tensor.shape[0], name)
     for path in separate:
         count = len(model.get_submodule(path)._modules)
         if path.startswith(f"{block}.") and count in scored:
             return Evidence(f"{path} holds {count} experts, each a module", count, path)
+    if banks:  # last: it may be a KV cache
+        name, tensor = banks[0]
+        text = f"{name} (a buffer; if it is a KV cache, name a module around it attn or attention) holds"
+        return Evidence(f"{text} {tensor.shape[0]} experts", tensor.shape[0], name)
     return None
 
 

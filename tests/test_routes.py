@@ -26,7 +26,7 @@ def of(array: npt.NDArray[np.int16]) -> list[int]:
 
 def test_pad() -> None:
     assert of(routes.pad([rows(3), rows(2, 10)], 4)) == [[0, 1, 2, LIVE], [10, 11, LIVE, LIVE]]
-    assert of(routes.pad([rows(3), rows(2, 10)], 4, side="left")) == [[LIVE, 0, 1, 2], [LIVE, LIVE, 10, 11]]
+    assert of(routes.pad([rows(3), rows(2, 10)], 4, offsets=[1, 2])) == [[LIVE, 0, 1, 2], [LIVE, LIVE, 10, 11]]
     assert of(routes.pad([rows(3), rows(2, 10)], 6, offsets=[1, 2]))[1] == [LIVE, LIVE, 10, 11, LIVE, LIVE]
     assert routes.pad([torch.from_numpy(rows(3))], 4).dtype == np.int16
 
@@ -57,6 +57,7 @@ def test_split_gives_every_row_to_one_rank(order: str) -> None:
     [
         (lambda: routes.pad([rows(5)], 4), "the batch is 4 wide"),
         (lambda: routes.pad([rows(2)], 4, offsets=[3]), "from column 3 on"),
+        (lambda: routes.pad([routes.complete(rows(2), 3), rows(2)], 4, side="left"), "sequence 1 .* a token late"),
         (lambda: routes.pad([rows(2)], 4, offsets=[0, 1]), "2 offsets"),
         (lambda: routes.pad([rows(2), rows(2)[:, :1]], 4), "all are"),
         (lambda: routes.pad([rows(2), None], 4), "sequence 1 has no rows"),

@@ -242,6 +242,17 @@ def test_a_block_without_a_number() -> None:
     assert structure.loose == ("block.mlp.experts",) and structure.may_route and structure.separate_experts
 
 
+def test_modules_are_experts_before_a_buffer_is() -> None:
+    """A buffer [slots, heads, head_dim] outside of anything called attention may be a KV cache; its text says what to do."""
+    model = decoder(layers=3, moe=lambda k: Listed())
+    for layer in model.layers:
+        layer.mixer = nn.Module()
+        layer.mixer.register_buffer("k", torch.zeros(16, 4, 4))
+    experts = inspect(model).experts
+    assert experts[Block("layers", 1)].text == "layers.1.mlp.experts holds 4 experts, each a module"
+    assert experts[Block("layers", 0)].text.startswith("layers.0.mixer.k (a buffer; if it is a KV cache, name a module")
+
+
 def test_a_kv_cache_is_no_bank_of_experts() -> None:
     """A buffer [slots, heads, head_dim] of an attention, beside a weight of as many rows: a dense layer stays dense."""
     model = decoder(layers=3, dense=(0,), config={})

@@ -80,7 +80,8 @@ def attach(
     if chosen is None and any(a.accepts(engine) for a in ADAPTERS):
         logger.warning(
             "attach(%s, num_slots=%d): the steps are yours to drive (session.step). What an engine of its own runs "
-            "(generate_batch, say) is not recorded; for that, attach without num_slots. Pass backend= if this is meant.",
+            "(generate_batch, say) is not recorded; for that, attach without num_slots. If this is meant, compile the model "
+            "with backend=r3_pass.backend() and attach what torch.compile returned, or pass that backend.",
             type(engine).__name__, num_slots,
         )  # fmt: skip
     return Session(

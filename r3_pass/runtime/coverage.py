@@ -28,8 +28,9 @@ _LOOPS = (
     "run the step again."
 )
 _NEVER = (
-    "Nothing of this model that r3_pass compiled has run yet. Compile it with torch.compile(model, "
-    "backend=r3_pass.backend()); where an engine compiles it, give the backend to the engine's compile config.\n"
+    "No graph that r3_pass compiled and that routes has run for this model yet. If it was not compiled with r3_pass: "
+    "torch.compile(model, backend=r3_pass.backend()); where an engine compiles it, give the backend to the engine's compile "
+    "config. If it was: its router is written in a form that r3_pass does not know, or cut by a graph break.\n"
 )
 
 

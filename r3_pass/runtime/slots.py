@@ -202,7 +202,8 @@ class SlotBuffer:
         expected = (len(targets), *self.geometry.row_shape)
         if rows.dtype not in (torch.int16, np.dtype(np.int16)) or tuple(rows.shape) != expected:
             raise BufferLayoutError(
-                f"Rows to write are {rows.dtype}{list(rows.shape)}, expected int16{list(expected)}: one a slot."
+                f"Rows for {len(targets)} slots are {rows.dtype}{list(rows.shape)}, expected int16{list(expected)}: one a slot "
+                "(move: as many slots to copy from as to copy to)."
             )
         if not isinstance(rows, torch.Tensor):
             rows = torch.from_numpy(np.array(rows))  # a copy: torch warns about arrays that are read-only
@@ -237,7 +238,10 @@ class SlotBuffer:
             raise ValueError(f"Slots are {error}, expected a vector of integers.") from error
         if host.size and not (host.min() >= VOID and host.max() < self.geometry.num_slots):
             wrong = host[(host < VOID) | (host >= self.geometry.num_slots)][0]
-            raise ValueError(f"Slot {wrong} is outside the buffer, expected -1 to {self.geometry.num_slots - 1}.")
+            raise ValueError(
+                f"Slot {wrong} is outside the buffer, expected 0 to {self.geometry.num_slots - 1} (num_slots of attach or wake), "
+                "or -1 for no slot."
+            )
         return torch.from_numpy(host)
 
     def _sent(self, values: torch.Tensor) -> torch.Tensor:

@@ -82,13 +82,14 @@ class SlotStore:
         Raises: RefusedConfiguration while there is none.
         """
         if self.buffer is None:
-            why = (
-                "the engine has no KV cache now (released, or not started)"
-                if self.num_slots is None
-                else "no routing graph has run yet, and the model's config does not say its top-k"
-            )
+            if self.num_slots is None:
+                raise RefusedConfiguration(
+                    "the slot buffer is not laid out: the engine has no KV cache now (released, or not started). Ask again when "
+                    "it has served or wakes; if the steps are yours to drive, attach with num_slots=."
+                )
             raise RefusedConfiguration(
-                f"the slot buffer is not laid out: {why}. Run one step (all slots -1 will do), then ask again."
+                "the slot buffer is not laid out: no routing graph has run yet, and the model's config does not say its top-k. "
+                "Run one step (all slots -1 will do), then ask again."
             )
         return self.buffer
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import r3_pass.passes
 from r3_pass.passes.match import is_weight, match
-from r3_pass.passes.places import layer_in_path
+from r3_pass.passes.places import layer_in_path, module_path
 from r3_pass.passes.site import Accepted, Match, Rejected
 from r3_pass.registry.shapes import dims
 
@@ -560,6 +560,15 @@ def test_a_gate_outside_of_a_checkpoint() -> None:
 def test_layer_in_a_path(path: str, layer: int | None) -> None:
     """`h2` is a name, not a place in a list."""
     assert layer_in_path(path) == layer
+
+
+@pytest.mark.parametrize("variable", ["L['self']", "L['net']", "G['policy']"])
+def test_a_module_path_starts_at_the_model(variable: str) -> None:
+    """Whatever variable holds it; modules in a list are those that registered them."""
+    node = torch.fx.Graph().placeholder("x")
+    for below in (".layers.3.mlp", "._modules['layers']._modules['3'].mlp", ".layers[3].mlp"):
+        node.meta["nn_module_stack"] = {"mlp": (f"{variable}{below}", torch.nn.Module)}
+        assert module_path(node) == "layers.3.mlp"
 
 
 def test_weights_are_told_from_data() -> None:

@@ -158,6 +158,21 @@ def test_each_candidate_of_a_missing_layer_is_named(per_layer: bool) -> None:
     assert "layer 3:" not in text
 
 
+def test_rejected_candidates_are_named_whatever_the_forward_calls_its_model() -> None:
+    """Dynamo names modules by the variable that holds the model: `self` in most forwards, but not in a function."""
+    model = decoder(layers=2, moe=lambda _: Unknown())
+    backend = r3_pass.backend("eager")
+    forward = torch.compile(lambda net, x: net(x), backend=backend)
+    session = r3_pass.runtime.attach(model, backend=backend, num_slots=16)
+    with (
+        torch.no_grad(),
+        pytest.raises(r3_pass.NoRouterFound, match=r"layer 1: .*topk\w* rejected: "),
+        session.step(range(5)),
+    ):
+        forward(model, prompt(5))
+    session.detach()
+
+
 def test_no_missing_layer_is_left_out() -> None:
     """Not the first few of them: whoever compiled 40 of 62 layers has to see which."""
     text = failure(Hidden, 2, per_layer=True, layers=24)
@@ -214,7 +229,9 @@ def test_a_loop_over_a_bank_is_told_how_to_be_traced() -> None:
     with torch.no_grad(), pytest.raises(r3_pass.NoRouterFound) as error, session.step(range(5)):
         compiled(prompt(5))
     assert "rejected: its ids choose no parameters: they are returned" in str(error.value)
-    assert "capture_dynamic_output_shape_ops" in str(error.value) and "Nothing of this model" not in str(error.value)
+    assert "capture_dynamic_output_shape_ops" in str(error.value) and "No graph that r3_pass compiled" not in str(
+        error.value
+    )
     torch._dynamo.reset()
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True), torch.no_grad(), session.step(range(5)):
         compiled(prompt(5))
