@@ -17,10 +17,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from r3_pass.behind import BehindABreak, Carried, LeftIds
 from r3_pass.binding import Binding, Placement, find_binding
 from r3_pass.errors import R3Error, RefusedConfiguration
 from r3_pass.given import OnBadRow
 from r3_pass.inner import Compiled, Inner, compile_with, owns_outputs
+from r3_pass.passes.behind import choice_of, leaving, uses
 from r3_pass.passes.fuse import Fused, fuse
 from r3_pass.passes.match import match
 from r3_pass.passes.record import rewrite
@@ -44,6 +46,7 @@ class CompiledGraph:
         device: where its ids are.
         witnesses: its sites, and the weights that name their layers.
         placed: how the sites were placed at calls so far, for reports.
+        leaving: results that hold the ids of a site which leave by a graph break, and the number of the site.
         hands_out: the recording flavour returns the ids of its one site as one more result, for one launch with those of the other
             layers (`Binding.ran`).
         goes_on: what an R3Error does to a call in a step. False: the call raises it. True: the model's outputs come as they would
@@ -61,11 +64,15 @@ class CompiledGraph:
         graphs: Sequence[GraphRecord],
         goes_on: bool = False,
         hands_out: bool = False,
+        leaving: Sequence[tuple[int, int]] = (),
+        left: LeftIds | None = None,
     ) -> None:
         self.graphs = graphs
         self.device = device
         self.goes_on = goes_on
         self.hands_out = hands_out
+        self.leaving = leaving
+        self.left = left
         self.plain = plain
         self.recording = recording
         self.tokens = tokens
@@ -100,11 +107,21 @@ class CompiledGraph:
             results = self.recording(*args, binding.buffer, binding.state, binding.mapping, placement.columns)
             if tokens is None:
                 results, tokens = results[:-1], results[-1]
+        if self.leaving:
+            self._carry(binding, placement, results)
         try:
             binding.ran(placement, tokens, ids)
         except R3Error as error:
             self._fail(binding, error)
         return results
+
+    def _carry(self, binding: Binding, placement: Placement, results: Sequence[Any]) -> None:
+        assert self.left is not None
+        for result, number in self.leaving:
+            if placement.numbers[number] >= 0:
+                site, layer = self.witnesses.sites[number], binding.layers[placement.numbers[number]]
+                module = binding.modules.get(layer, site.module)
+                self.left.put(results[result], Carried(weakref.ref(binding), layer, module, choice_of(site)))
 
     def _begin(self, binding: Binding, weights: tuple[Any, ...]) -> Placement:
         if not binding.begun:
@@ -171,12 +188,18 @@ class Backend:
         self.mode = mode
         self.fuse_router = fuse_router
         self.graphs: list[GraphRecord] = []
+        self.left = LeftIds()
         self.replays: Replays | None = None if mode == "record" else Replays()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Backend:
         return self  # engines copy the configs that hold a backend; a copy would split the report
 
     def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Compiled:
+        arriving = uses(module.graph, self.left.choices) if self.left.choices else ()
+        compiled = self._compile(module, example_inputs, options)
+        return BehindABreak(compiled, arriving, self.left) if arriving else compiled
+
+    def _compile(self, module: fx.GraphModule, example_inputs: Sequence[Any], options: dict[str, Any]) -> Compiled:
         reason = getattr(module, "compile_subgraph_reason", None)
         found = match(module.graph, broken=bool(getattr(reason, "graph_break", False)))
         record = GraphRecord(len(self.graphs), found, str(getattr(reason, "reason", "")))
@@ -235,10 +258,12 @@ class Backend:
         if isinstance(rewritten, str):
             return self._leave(module, example_inputs, refused, record, options, rewritten)
         record.keep(module, rewritten.module)
+        witnesses = Witnesses(module, rewritten.occurrences)
+        left = [(n, number) for number, site in enumerate(witnesses.sites) for n in leaving(module.graph, site)]
+        self.left.saw(witnesses.sites[number] for _, number in left)
         fakes = [value(node) for node in rewritten.added]
         recording = compile_with(self.inner, rewritten.module, [*example_inputs, *fakes], options)
         plain = compile_with(self.inner, module, example_inputs, options)
-        witnesses = Witnesses(module, rewritten.occurrences)
         record.watch_bytecode()
         compiled = CompiledGraph(
             plain,
@@ -250,6 +275,8 @@ class Backend:
             self.graphs,
             self.goes_on,
             rewritten.hands_out,
+            left,
+            self.left,
         )
         record.placed = compiled.placed
         return compiled
