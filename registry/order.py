@@ -12,11 +12,12 @@ from collections import deque
 from itertools import pairwise
 from typing import Any
 
+import sympy
 from torch import fx
 
 from r3_pass.registry.dataflow import DataFlow
 from r3_pass.registry.operators import CONTRACTIONS, PIECES, argument, is_opaque, spelling
-from r3_pass.registry.shapes import dims, is_tensor
+from r3_pass.registry.shapes import dims, is_tensor, plain, value
 from r3_pass.registry.turns import moved_order
 
 _MOVES = frozenset({"flip", "roll", "flipud", "fliplr", "index_select", "gather", "take_along_dim", "sort", "rot90"})
@@ -25,6 +26,7 @@ _ORDERS = frozenset({"argsort", "sort", "topk", "nonzero", "where", "argmax", "m
 _JOINS = {"hstack": 1, "column_stack": 1, "vstack": 0, "row_stack": 0}
 """Joins along an axis of their own; of `cat` and `stack`, it is an argument."""
 _TURNS = frozenset({"transpose", "permute", "movedim", "t", "mT", "T"})
+_PADS = frozenset({"pad", "constant_pad_nd"})
 _OF_NARROW = (("dim",), ("start", "index"), ("length",))
 _STEPS = 4000
 _PART_STEPS = 60
@@ -132,9 +134,9 @@ def _moves(flow: DataFlow, node: fx.Node, name: str) -> bool:
         return not _looks_up(flow, node, name)
     if name == "einsum":
         return _turns_letters(node)
-    if name == "pad" or _shifts_by_padding(flow, node, name):
-        return name != "pad" or any(front and front + back == 0 for front, back in _paddings(node)[1:])
-    if _written_elsewhere(flow, node, name):
+    if name in _PADS:
+        return any(front and front + back == 0 for front, back in _paddings(node)[1:])
+    if _shifts_by_padding(flow, node, name) or _written_elsewhere(flow, node, name):
         return True
     source = flow.operand(node, node.args[0]) if node.args else None
     if source is None or not (is_tensor(source) or spelling(source) == "setitem"):
@@ -185,7 +187,7 @@ def _paddings(node: fx.Node) -> list[tuple[int, int]]:
 def _shifts_by_padding(flow: DataFlow, node: fx.Node, name: str) -> bool:
     """Whether the first tokens of a value that was padded in front are kept: each token is then where the next one was."""
     source = flow.operand(node, node.args[0]) if name == "getitem" else None
-    if source is None or spelling(source) != "pad":
+    if source is None or spelling(source) not in _PADS:
         return False
     added = _paddings(source)[:0:-1]
     before = len(dims(source)) - 1 - len(added)
@@ -208,13 +210,34 @@ def _written_elsewhere(flow: DataFlow, node: fx.Node, name: str) -> bool:
     if target is None or not isinstance(written, fx.Node) or Ellipsis in index:
         return False
     for axis, cut in enumerate(index[: len(dims(target)) - 1]):
-        start = cut.start if isinstance(cut, slice) else cut
         taken = _cut(flow, flow.operand(node, written), axis)
-        if taken is None or not isinstance(start, int | None) or not isinstance(taken[1], int | None):
+        if taken is None or axis >= len(dims(taken[0])):
             continue
-        if (start or 0) != (taken[1] or 0) and taken[0] in _behind(flow, target, _NEAR):
+        here = _from_the_front(_number(cut.start if isinstance(cut, slice) else cut), dims(target)[axis])
+        there = _from_the_front(taken[1], dims(taken[0])[axis])
+        if _is_number(here) and _is_number(there) and here != there and taken[0] in _behind(flow, target, _NEAR):
             return True
     return False
+
+
+def _number(given: Any) -> Any:
+    """A number of a graph, a symbolic one as its expression; what is none stays what it is."""
+    seen = plain(value(given)) if isinstance(given, fx.Node) else given
+    return seen if _is_number(seen) else given
+
+
+def _is_number(given: Any) -> bool:
+    return isinstance(given, int | sympy.Expr)
+
+
+def _from_the_front(start: Any, size: Any) -> Any:
+    """Where a slice begins, of so many."""
+    if start is None:
+        return 0
+    negative = (
+        start < 0 if isinstance(start, int) else isinstance(start, sympy.Expr) and start.could_extract_minus_sign()
+    )
+    return size + start if negative else start
 
 
 def _index(node: fx.Node, position: int) -> tuple[Any, ...]:
@@ -276,13 +299,13 @@ def _cut(flow: DataFlow, part: fx.Node | None, axis: int) -> tuple[fx.Node, Any,
                 if isinstance(cut, slice) and cut.step not in (None, 1):
                     return source, object(), object()  # every second token: it follows upon nothing
                 if isinstance(cut, slice) and (cut.start is not None or cut.stop is not None):
-                    return source, cut.start, cut.stop
+                    return source, _number(cut.start), _number(cut.stop)
                 if isinstance(cut, int):
                     return source, cut, cut + 1
         if name in ("narrow", "select") and (source := flow.operand(part, part.args[0])) is not None:
-            dim, start, count = (argument(part, n + 1, *names) for n, names in enumerate(_OF_NARROW))
+            dim, start, count = (_number(argument(part, n + 1, *names)) for n, names in enumerate(_OF_NARROW))
             count = 1 if name == "select" else count
-            known = isinstance(dim, int) and isinstance(start, int) and isinstance(count, int)
+            known = isinstance(dim, int) and _is_number(start) and _is_number(count)
             if known and dim % len(dims(source)) == axis and flow.kind(source) == "data":
                 return source, start, start + count
         part = _upstream(flow, part, name)

@@ -60,6 +60,24 @@ def smeared(x: Tensor) -> Tensor:
     return F.conv1d(F.pad(x.transpose(1, 2), (2, 0)), torch.ones(D, 1, 3) / 3, groups=D).transpose(1, 2)
 
 
+def exchanged_by_half(x: Tensor) -> Tensor:
+    half, out = x.shape[1] // 2, torch.empty_like(x)
+    out[:, :half], out[:, half:] = x[:, -half:], x[:, :-half]
+    return out
+
+
+def laid_by_half(x: Tensor) -> Tensor:
+    half, out = x.shape[1] // 2, torch.empty_like(x)
+    out[:, :half], out[:, half:] = x[:, :half], x[:, half:]
+    return out
+
+
+def halves(x: Tensor, *order: int) -> Tensor:
+    size, half = x.shape[1], x.shape[1] // 2
+    parts = x.narrow(1, 0, half), x.narrow(1, half, size - half)
+    return torch.cat([parts[n] for n in order], 1)
+
+
 MOVED: dict[str, Turn] = {
     "hstack": lambda x: torch.hstack([x[:, 3:], x[:, :3]]),
     "column_stack": lambda x: torch.column_stack([x[:, 3:], x[:, :3]]),
@@ -71,6 +89,9 @@ MOVED: dict[str, Turn] = {
     "pad_and_slice": lambda x: F.pad(x, (0, 0, 1, 0))[:, :-1],
     "setitem": exchanged,
     "copy": exchanged_in_views,
+    "setitem_by_half": exchanged_by_half,
+    "narrow_by_half": lambda x: halves(x, 1, 0),
+    "constant_pad_nd": lambda x: torch.constant_pad_nd(x, (0, 0, 1, -1)),
 }
 KEPT: dict[str, Turn] = {
     "hstack": lambda x: torch.hstack([x[:, :3], x[:, 3:]]),
@@ -82,6 +103,8 @@ KEPT: dict[str, Turn] = {
     "pad_in_front": lambda x: F.pad(x, (0, 0, 2, 0))[:, 2:],
     "pad_of_features": lambda x: F.pad(x, (1, -1)),
     "setitem": laid_in_place,
+    "setitem_by_half": laid_by_half,
+    "narrow_by_half": lambda x: halves(x, 0, 1),
     "features": halves_of_features_exchanged,
     "image": image_written_over_text,
     "token_shift": mixed_with_the_token_before,
@@ -89,10 +112,10 @@ KEPT: dict[str, Turn] = {
 }
 
 
-def record(turn: Turn) -> None:
+def record(turn: Turn, dynamic: bool) -> None:
     torch.manual_seed(0)
     model = around(turn, lambda x: x).eval()
-    compiled = torch.compile(model, backend=r3_pass.backend("eager"))
+    compiled = torch.compile(model, backend=r3_pass.backend("eager"), dynamic=dynamic)
     session = r3_pass.runtime.attach(compiled, num_slots=B * S)
     with torch.no_grad(), session.step(range(B * S)):
         compiled(torch.randint(VOCAB, (B, S)))
@@ -102,9 +125,9 @@ def record(turn: Turn) -> None:
 @pytest.mark.parametrize("name", MOVED)
 def test_moved(name: str) -> None:
     with pytest.raises(r3_pass.RefusedConfiguration, match="another order"):
-        record(MOVED[name])
+        record(MOVED[name], dynamic=name.endswith("by_half"))
 
 
 @pytest.mark.parametrize("name", KEPT)
 def test_kept(name: str) -> None:
-    record(KEPT[name])
+    record(KEPT[name], dynamic=name.endswith("by_half"))
