@@ -261,6 +261,12 @@ def _integers(routes: Any) -> Tensor:
     elif isinstance(routes, Tensor):
         if routes.dtype.is_floating_point or routes.dtype.is_complex or routes.dtype == torch.bool:
             raise InvalidRoutes(f"routes are integers, got {routes.dtype}. Pass expert ids, -1 for the live router.")
+        if routes.is_nested or routes.layout is not torch.strided or routes.is_meta:
+            what = "nested" if routes.is_nested else "meta" if routes.is_meta else str(routes.layout)
+            raise InvalidRoutes(
+                f"routes are a dense tensor with data, got one that is {what}. Pad the rows of several sequences with "
+                "r3_pass.routes.pad, or join them with r3_pass.routes.pack."
+            )
         found = routes.detach()
         if found.dtype in (torch.int64, torch.uint64, torch.uint32):
             found = found.long()  # min and max of the others are not implemented everywhere

@@ -89,16 +89,24 @@ def pack(rows: Sequence[Any], cu_seqlens: Any) -> Rows:
 
 
 def split(
-    routes: Any, rank: int, world_size: int, *, axis: int = 0, order: Literal["contiguous", "zigzag"] = "contiguous"
+    routes: Any,
+    length: int,
+    rank: int,
+    world_size: int,
+    *,
+    axis: int = 0,
+    order: Literal["contiguous", "zigzag"] = "contiguous",
 ) -> Rows:
-    """The rows of one rank of a context- or sequence-parallel group.
+    """The rows of one rank of a context- or sequence-parallel group: one for each of the rank's tokens.
 
     Args:
         routes: [tokens, L, K] (axis 0), or padded [batch, seq, L, K] (axis 1).
+        length: how many tokens lie on the axis as they are split, padding included. The last ones may have no row, and get -1: a
+            rank that is given one row less than it has tokens would otherwise take it for that of its own last token.
         order: "contiguous" cuts the axis in `world_size` parts; "zigzag" in twice as many, of which rank r takes parts r and
             2 * world_size - 1 - r, which balances causal attention.
 
-    Raises: InvalidRoutes if the axis cannot be cut evenly: pad it first, as the tokens are padded.
+    Raises: InvalidRoutes if there are more rows than tokens, or these cannot be cut evenly: pad the tokens first.
     """
     if order not in ("contiguous", "zigzag"):
         raise ValueError(f"order is 'contiguous' or 'zigzag', got {order!r}")
@@ -106,12 +114,18 @@ def split(
         raise ValueError(f"rank is 0 to {world_size - 1}, got {rank}")
     array = _array(routes)
     parts = world_size if order == "contiguous" else 2 * world_size
-    if array.shape[axis] % parts:
+    if array.shape[axis] > length:
         raise InvalidRoutes(
-            f"{array.shape[axis]} rows cannot be cut in {parts} equal parts ({order}, {world_size} ranks). Pad the rows with -1 "
-            "as the tokens are padded."
+            f"{array.shape[axis]} rows for {length} tokens: truncate rows as their tokens were truncated"
         )
-    cut = np.split(array, parts, axis)
+    if length % parts:
+        raise InvalidRoutes(
+            f"{length} tokens cannot be cut in {parts} equal parts ({order}, {world_size} ranks). Pad the tokens first, and "
+            "say how many there are then."
+        )
+    missing = [(0, 0)] * array.ndim
+    missing[axis] = 0, length - array.shape[axis]
+    cut = np.split(np.pad(array, missing, constant_values=-1), parts, axis)
     taken = [cut[rank]] if order == "contiguous" else [cut[rank], cut[parts - 1 - rank]]
     return np.concatenate(taken, axis)
 

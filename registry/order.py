@@ -12,17 +12,22 @@ from collections import deque
 from itertools import pairwise
 from typing import Any
 
+import sympy
 from torch import fx
 
 from r3_pass.registry.dataflow import DataFlow
 from r3_pass.registry.operators import CONTRACTIONS, PIECES, argument, is_opaque, spelling
-from r3_pass.registry.shapes import dims, is_tensor
+from r3_pass.registry.shapes import dims, is_tensor, plain, value
 from r3_pass.registry.turns import moved_order
 
 _MOVES = frozenset({"flip", "roll", "flipud", "fliplr", "index_select", "gather", "take_along_dim", "sort", "rot90"})
 _WRITES = frozenset({"setitem", "index_put", "index_copy", "scatter", "index_add", "scatter_add"})
 _ORDERS = frozenset({"argsort", "sort", "topk", "nonzero", "where", "argmax", "max"})
+_JOINS = {"hstack": 1, "column_stack": 1, "vstack": 0, "row_stack": 0}
+"""Joins along an axis of their own; of `cat` and `stack`, it is an argument."""
 _TURNS = frozenset({"transpose", "permute", "movedim", "t", "mT", "T"})
+_PADS = frozenset({"pad", "constant_pad_nd"})
+_OF_NARROW = (("dim",), ("start", "index"), ("length",))
 _STEPS = 4000
 _PART_STEPS = 60
 _NEAR = 200
@@ -107,10 +112,10 @@ def _upstream(flow: DataFlow, node: fx.Node, name: str) -> fx.Node | None:
         return source  # other tokens (an image's) are written over some of these
     if name in _WRITES:
         return None  # laid into a tensor that was made before
-    if name in ("cat", "stack") and (whole := _parts(flow, node)) is not None:
+    if _joins(name) and (whole := _parts(flow, node)) is not None:
         return whole[0]
     data = [n for n in flow.inputs(node) if _is_data(flow, n)]
-    if not data or is_opaque(node) or name in ("cat", "stack", "scaled_dot_product_attention"):
+    if not data or is_opaque(node) or _joins(name) or name == "scaled_dot_product_attention":
         return None
     if name in CONTRACTIONS:
         return data[0] if len(data) == 1 else None
@@ -129,6 +134,10 @@ def _moves(flow: DataFlow, node: fx.Node, name: str) -> bool:
         return not _looks_up(flow, node, name)
     if name == "einsum":
         return _turns_letters(node)
+    if name in _PADS:
+        return any(front and front + back == 0 for front, back in _paddings(node)[1:])
+    if _shifts_by_padding(flow, node, name) or _written_elsewhere(flow, node, name):
+        return True
     source = flow.operand(node, node.args[0]) if node.args else None
     if source is None or not (is_tensor(source) or spelling(source) == "setitem"):
         return False
@@ -167,6 +176,70 @@ def _turns_letters(node: fx.Node) -> bool:
     return bool(after) and "," not in before and kept != [letter for letter in after if letter in kept]
 
 
+def _paddings(node: fx.Node) -> list[tuple[int, int]]:
+    """What is added before and behind each dimension, the last one first; nothing if that is no number."""
+    given = argument(node, 1, "pad")
+    if not isinstance(given, tuple | list) or not all(isinstance(n, int) for n in given):
+        return []
+    return list(zip(given[::2], given[1::2], strict=False))
+
+
+def _shifts_by_padding(flow: DataFlow, node: fx.Node, name: str) -> bool:
+    """Whether the first tokens of a value that was padded in front are kept: each token is then where the next one was."""
+    source = flow.operand(node, node.args[0]) if name == "getitem" else None
+    if source is None or spelling(source) not in _PADS:
+        return False
+    added = _paddings(source)[:0:-1]
+    before = len(dims(source)) - 1 - len(added)
+    cuts = _index(node, 1)[before:]
+    return before >= 0 and any(
+        front > 0 and isinstance(cut, slice) and cut.start in (None, 0) and cut.stop is not None
+        for (front, _), cut in zip(added, cuts, strict=False)
+    )
+
+
+def _written_elsewhere(flow: DataFlow, node: fx.Node, name: str) -> bool:
+    """Whether a slice of tokens is written to where other tokens of the same value were."""
+    target = flow.operand(node, node.args[0]) if node.args else None
+    if name == "setitem":
+        index, written = _index(node, 1), node.args[2]
+    elif name == "copy" and target is not None and spelling(target) == "getitem":
+        index, written, target = _index(target, 1), node.args[1], flow.operand(target, target.args[0])
+    else:
+        return False
+    if target is None or not isinstance(written, fx.Node) or Ellipsis in index:
+        return False
+    for axis, cut in enumerate(index[: len(dims(target)) - 1]):
+        taken = _cut(flow, flow.operand(node, written), axis)
+        if taken is None or axis >= len(dims(taken[0])):
+            continue
+        here = _from_the_front(_number(cut.start if isinstance(cut, slice) else cut), dims(target)[axis])
+        there = _from_the_front(taken[1], dims(taken[0])[axis])
+        if _is_number(here) and _is_number(there) and here != there and taken[0] in _behind(flow, target, _NEAR):
+            return True
+    return False
+
+
+def _number(given: Any) -> Any:
+    """A number of a graph, a symbolic one as its expression; what is none stays what it is."""
+    seen = plain(value(given)) if isinstance(given, fx.Node) else given
+    return seen if _is_number(seen) else given
+
+
+def _is_number(given: Any) -> bool:
+    return isinstance(given, int | sympy.Expr)
+
+
+def _from_the_front(start: Any, size: Any) -> Any:
+    """Where a slice begins, of so many."""
+    if start is None:
+        return 0
+    negative = (
+        start < 0 if isinstance(start, int) else isinstance(start, sympy.Expr) and start.could_extract_minus_sign()
+    )
+    return size + start if negative else start
+
+
 def _index(node: fx.Node, position: int) -> tuple[Any, ...]:
     found = node.args[position] if len(node.args) > position else None
     return tuple(found) if isinstance(found, tuple | list) else (found,)
@@ -174,14 +247,19 @@ def _index(node: fx.Node, position: int) -> tuple[Any, ...]:
 
 def out_of_order(flow: DataFlow, node: fx.Node) -> bool:
     """Whether slices of one value are joined along its tokens in another order than they had, or not for certain in the same."""
-    found = _parts(flow, node) if spelling(node) in ("cat", "stack") else None
+    found = _parts(flow, node) if _joins(spelling(node)) else None
     return found is not None and not found[1]
+
+
+def _joins(name: str) -> bool:
+    return name in ("cat", "stack") or name in _JOINS
 
 
 def _parts(flow: DataFlow, joined: fx.Node) -> tuple[fx.Node, bool] | None:
     """The value that several joined parts are slices of, and whether they follow one another; None if they are no such slices."""
     rank = len(dims(joined))
-    axis = argument(joined, 1, "dim", "axis", default=0)
+    axis = _JOINS.get(spelling(joined))
+    axis = argument(joined, 1, "dim", "axis", default=0) if axis is None else axis
     given = argument(joined, 0, "tensors")
     if not rank or not isinstance(axis, int) or not isinstance(given, tuple | list):
         return None
@@ -204,7 +282,7 @@ def _cut(flow: DataFlow, part: fx.Node | None, axis: int) -> tuple[fx.Node, Any,
         if part is None or part.op == "placeholder":
             return None
         name = spelling(part)
-        if name in ("cat", "stack"):
+        if _joins(name):
             return None
         if name == "getitem":
             source = flow.operand(part, part.args[0])
@@ -212,7 +290,7 @@ def _cut(flow: DataFlow, part: fx.Node | None, axis: int) -> tuple[fx.Node, Any,
                 return None
             if not is_tensor(source):  # an item of chunk, split or unbind
                 whole = flow.operand(source, argument(source, 0, "input", "tensor", "self"))
-                pieces = spelling(source) in PIECES
+                pieces = spelling(source) in PIECES | {"hsplit", "vsplit"}
                 number = part.args[1]
                 return (whole, number, number + 1) if whole is not None and pieces and isinstance(number, int) else None
             if flow.kind(source) == "data":
@@ -221,9 +299,15 @@ def _cut(flow: DataFlow, part: fx.Node | None, axis: int) -> tuple[fx.Node, Any,
                 if isinstance(cut, slice) and cut.step not in (None, 1):
                     return source, object(), object()  # every second token: it follows upon nothing
                 if isinstance(cut, slice) and (cut.start is not None or cut.stop is not None):
-                    return source, cut.start, cut.stop
+                    return source, _number(cut.start), _number(cut.stop)
                 if isinstance(cut, int):
                     return source, cut, cut + 1
+        if name in ("narrow", "select") and (source := flow.operand(part, part.args[0])) is not None:
+            dim, start, count = (_number(argument(part, n + 1, *names)) for n, names in enumerate(_OF_NARROW))
+            count = 1 if name == "select" else count
+            known = isinstance(dim, int) and _is_number(start) and _is_number(count)
+            if known and dim % len(dims(source)) == axis and flow.kind(source) == "data":
+                return source, start, start + count
         part = _upstream(flow, part, name)
     return None
 

@@ -164,6 +164,19 @@ def outcome(make: Callable[..., Given], routes: Tensor, on_bad_row: str, experts
     return given.fallback, given.summary, laid.tolist(), given.laid(given.rows + 1, torch.device("cpu")).tolist()
 
 
+@pytest.mark.parametrize(
+    ("kind", "make"),
+    [
+        ("nested", lambda: torch.nested.nested_tensor([good()[:4], good()], layout=torch.jagged)),
+        ("torch.sparse_coo", lambda: good().to_sparse()),
+        ("meta", lambda: good().to("meta")),
+    ],
+)
+def test_tensors_without_a_row_for_each_token(kind: str, make: Callable[[], Tensor]) -> None:
+    with pytest.raises(InvalidRoutes, match=f"got one that is {kind}.*routes.pad"):
+        Given(make())
+
+
 @pytest.mark.parametrize("on_bad_row", ["error", "live"])
 def test_refusals(on_bad_row: str) -> None:
     """With the interpreter, by the kernel as well: the same words, the same rows dropped."""

@@ -45,11 +45,27 @@ def test_pack() -> None:
 
 @pytest.mark.parametrize("order", ["contiguous", "zigzag"])
 def test_split_gives_every_row_to_one_rank(order: str) -> None:
-    parts = [of(routes.split(rows(8), rank, 2, order=order)) for rank in range(2)]  # type: ignore[arg-type]
+    parts = [of(routes.split(rows(8), 8, rank, 2, order=order)) for rank in range(2)]  # type: ignore[arg-type]
     assert sorted(parts[0] + parts[1]) == list(range(8))
     assert parts[0] == ([0, 1, 2, 3] if order == "contiguous" else [0, 1, 6, 7])
     batch = np.stack([rows(8), rows(8, 10)])
-    assert of(routes.split(batch, 1, 2, axis=1, order=order))[1] == [n + 10 for n in parts[1]]  # type: ignore[arg-type]
+    assert of(routes.split(batch, 8, 1, 2, axis=1, order=order))[1] == [n + 10 for n in parts[1]]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("count", [9, 10, 11, 12])
+def test_split_goes_by_tokens(count: int, order: str) -> None:
+    """A rollout of 9 tokens has 8 rows, which four ranks could share; the tokens that they get are those of 12 or 16."""
+    length = 12 if order == "contiguous" else 16
+    ranks = 4 if order == "contiguous" else 2
+    tokens = [*range(count - 1), *[LIVE] * (length - count + 1)]
+    parts = [tokens[n : n + length // 4] for n in range(0, length, length // 4)]
+    of_ranks = parts if order == "contiguous" else [parts[0] + parts[3], parts[1] + parts[2]]
+    for rank, wanted in enumerate(of_ranks):
+        given = routes.split(rows(count - 1), length, rank, ranks, order=order)  # type: ignore[arg-type]
+        assert of(given) == wanted
+        batch = routes.split(np.stack([rows(count - 1)] * 2), length, rank, ranks, axis=1, order=order)  # type: ignore[arg-type]
+        assert of(batch) == [wanted] * 2
 
 
 @pytest.mark.parametrize(
@@ -66,8 +82,9 @@ def test_split_gives_every_row_to_one_rank(order: str) -> None:
         (lambda: routes.pack([rows(2)], [0, 4]), "2 rows for 4 tokens"),
         (lambda: routes.pack([rows(4)], [0, 3]), "4 rows for 3 tokens"),
         (lambda: routes.pack([rows(2)], [0, 3, 6]), "does not bound"),
-        (lambda: routes.split(rows(7), 0, 2), "cannot be cut in 2"),
-        (lambda: routes.split(rows(6), 0, 2, order="zigzag"), "cannot be cut in 4"),
+        (lambda: routes.split(rows(6), 7, 0, 2), "cannot be cut in 2"),
+        (lambda: routes.split(rows(9), 8, 0, 2), "9 rows for 8 tokens"),
+        (lambda: routes.split(rows(6), 6, 0, 2, order="zigzag"), "cannot be cut in 4"),
     ],
 )
 def test_what_does_not_fit(call: object, reason: str) -> None:
@@ -81,8 +98,8 @@ def test_what_does_not_fit(call: object, reason: str) -> None:
         lambda: routes.pad([], 4),
         lambda: routes.pad(rows(2), 4),  # type: ignore[arg-type]
         lambda: routes.pad([rows(1)], 4, side="middle"),  # type: ignore[arg-type]
-        lambda: routes.split(rows(4), 2, 2),
-        lambda: routes.split(rows(4), 0, 2, order="ring"),  # type: ignore[arg-type]
+        lambda: routes.split(rows(4), 4, 2, 2),
+        lambda: routes.split(rows(4), 4, 0, 2, order="ring"),  # type: ignore[arg-type]
     ],
 )
 def test_arguments_that_make_no_sense(call: object) -> None:

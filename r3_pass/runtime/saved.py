@@ -43,6 +43,10 @@ def restore(buffer: SlotBuffer, slots: Slots, saved: object, version: Hashable) 
     """
     if not isinstance(saved, SavedRows):
         raise RefusedConfiguration(f"insert takes what extract returned, got {type(saved).__name__}.")
+    if not isinstance(saved.rows, np.ndarray):
+        raise RefusedConfiguration(
+            f"insert takes what extract returned, unchanged: its rows are a numpy array, got {type(saved.rows).__name__}."
+        )
     ours = (buffer.geometry.stored, buffer.geometry.row_shape, version)
     theirs = (saved.layers, saved.rows.shape[1:], saved.version)
     if ours != theirs:
