@@ -112,8 +112,13 @@ def copied_and_written_into(moe: Any, ids: Tensor, x: Tensor) -> Tensor:
     return written_into(moe, ids.clone(), x)
 
 
+def filled(moe: Any, ids: Tensor, x: Tensor) -> Tensor:
+    ids.masked_fill_((x.sum(-1) > 0)[:, None], 0)
+    return ids
+
+
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])
-@pytest.mark.parametrize("change", [written_into, added_to, copied_and_written_into])
+@pytest.mark.parametrize("change", [written_into, added_to, copied_and_written_into, filled])
 def test_changed_in_place_between_two_breaks(change: Callable[..., Tensor], inner: str) -> None:
     """The graph of the experts gets the router's own tensor, or one that was changed after it was made."""
 
@@ -238,7 +243,15 @@ def replicated(moe: Any, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
     return gathered(moe, x, moe.places[ids].gather(-1, turn[..., None])[..., 0], w)
 
 
-@pytest.mark.parametrize("way", [one_column_a_graph, placed, replicated])
+def dropped_in_place(moe: Any, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
+    weak = w < 0.2
+    ids.masked_fill_(weak, 0)
+    w = w.masked_fill(weak, 0.0)
+    torch._dynamo.graph_break()
+    return gathered(moe, x, ids, w)
+
+
+@pytest.mark.parametrize("way", [one_column_a_graph, placed, replicated, dropped_in_place])
 def test_other_ways_to_experts_behind_a_break(way: Callable[..., Tensor]) -> None:
     def dispatch(moe: Any, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
         torch._dynamo.graph_break()
