@@ -55,6 +55,27 @@ def _narrows(node: fx.Node) -> bool:
 
 def altered(dispatch: Dispatch, recorded: fx.Node, experts: int = 0) -> str:
     """How the ids that reach experts differ from the recorded ones; "" if they do not."""
+    how = changed(dispatch, recorded, experts)
+    if how or not dispatch.proved:
+        return how
+    return alone(set(dispatch.columns.get(recorded, ())), reached(dispatch, recorded))
+
+
+def reached(dispatch: Dispatch, recorded: fx.Node) -> set[int]:
+    """Which columns of the recorded ids reach experts."""
+    held = set(dispatch.columns.get(recorded, ()))
+    return {c for n in dispatch.direct for c in dispatch.columns.get(n, held)}
+
+
+def alone(held: set[int], reached: set[int]) -> str:
+    """What is wrong where, of the columns that are recorded, these reach experts; "" if nothing is."""
+    if not held - reached:
+        return ""
+    return f"of {len(held)} columns, {sorted(reached)} alone reach experts, in a way that is no plain slice"
+
+
+def changed(dispatch: Dispatch, recorded: fx.Node, experts: int = 0) -> str:
+    """How the ids that reach experts differ from the recorded ones, whichever columns do; "" if they do not."""
     alive = dispatch.used if dispatch.proved else set(dispatch.chain)
     before: set[fx.Node | None] = set()
     step: fx.Node | None = recorded
@@ -66,14 +87,10 @@ def altered(dispatch: Dispatch, recorded: fx.Node, experts: int = 0) -> str:
         return dispatch.mixed[rest[0]]
     if dispatch.masks:
         return next(iter(dispatch.masks.values()))
-    held = set(dispatch.columns.get(recorded, ()))
-    reached = {c for n in dispatch.direct for c in dispatch.columns.get(n, held)}
     banks = {dims(w)[0] for w in dispatch.weights if len(dims(w)) >= 3}
     first = max((-dispatch.offsets.get(n, 0) for n in dispatch.direct), default=0)
     if first > 0 and any(isinstance(b, int) and b < experts and experts % b for b in banks):
         return f"{first} is taken from each, and the first of {experts} choices names none of {min(banks)} experts"
-    if dispatch.proved and held - reached:
-        return f"of {len(held)} columns, {sorted(reached)} alone reach experts, in a way that is no plain slice"
     return ""
 
 

@@ -13,7 +13,7 @@ No model name, no module name and no layer number enters the decision.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ from r3_pass.registry.partition import partition
 from r3_pass.registry.scores import trace_scores
 from r3_pass.registry.shapes import dims, is_tensor, value
 from r3_pass.registry.trace import Root, Trace
+from r3_pass.registry.walk import walk
 from r3_pass.registry.writes import written
 
 
@@ -53,13 +54,20 @@ def is_weight(node: fx.Node) -> bool:
     return False
 
 
-def match(graph: fx.Graph, broken: bool = False, weight: Callable[[fx.Node], bool] = is_weight) -> Match:
+def match(
+    graph: fx.Graph,
+    broken: bool = False,
+    weight: Callable[[fx.Node], bool] = is_weight,
+    arriving: Collection[tuple[fx.Node, int]] = (),
+) -> Match:
     """Decide about every selection operator of a graph.
 
     Args:
         graph: a Dynamo or AOT graph with traced values in its metadata; read only.
         broken: the graph ends in a graph break, so ids that leave it may yet reach experts.
         weight: tells weights from data among the placeholders.
+        arriving: arguments that may hold another graph's choice, and among how many experts: what is looked up by them in a table
+            of so many rows is where these experts are, and no choice.
 
     Returns: sites and rejections in graph order; choices of one router (repeated argmax) are one site.
     """
@@ -69,6 +77,8 @@ def match(graph: fx.Graph, broken: bool = False, weight: Callable[[fx.Node], boo
         if node.op not in ("call_function", "call_method"):
             continue
         claims = [(form, found) for form in forms() if (found := form.find(flow, node)) is not None]
+        if len(claims) == 1 and claims[0][0].fixed and any(_places(flow, node, *chosen) for chosen in arriving):
+            continue
         if len(claims) > 1:
             names = ", ".join(form.name for form, _ in claims)
             decided.append(
@@ -87,6 +97,17 @@ def match(graph: fx.Graph, broken: bool = False, weight: Callable[[fx.Node], boo
             decided[number] = (selection, trace, reject(selection.node, why))
     combined = _of_the_tokens(combine(flow, decided))
     return Match(combined.sites, combined.rejected + _opaque(flow, combined.sites))
+
+
+def _places(flow: DataFlow, lookup: fx.Node, ids: fx.Node, experts: int) -> bool:
+    """Whether ids of so many experts alone say what is looked up, in a table that has a row for each of them."""
+    sources = flow.inputs(lookup)
+    tables = [dims(n)[:1] for n in sources if flow.kind(n) == "weight"]
+    return tables == [(experts,)] and {n for n in _data_behind(flow, lookup) if n.op == "placeholder"} == {ids}
+
+
+def _data_behind(flow: DataFlow, node: fx.Node) -> Iterable[fx.Node]:
+    return walk(node, lambda top: [n for n in flow.inputs(top) if flow.kind(n) == "data"])
 
 
 def _of_the_tokens(found: Match) -> Match:

@@ -22,7 +22,7 @@ from r3_pass.binding import Binding, Placement, find_binding
 from r3_pass.errors import R3Error, RefusedConfiguration
 from r3_pass.given import OnBadRow
 from r3_pass.inner import Compiled, Inner, compile_with, owns_outputs
-from r3_pass.passes.behind import choice_of, leaving, uses
+from r3_pass.passes.behind import Use, choice_of, leaving, uses
 from r3_pass.passes.fuse import Fused, fuse
 from r3_pass.passes.match import match
 from r3_pass.passes.record import rewrite
@@ -117,11 +117,13 @@ class CompiledGraph:
 
     def _carry(self, binding: Binding, placement: Placement, results: Sequence[Any]) -> None:
         assert self.left is not None
+        reached: dict[int, set[int]] = {}
         for result, number in self.leaving:
             if placement.numbers[number] >= 0:
                 site, layer = self.witnesses.sites[number], binding.layers[placement.numbers[number]]
                 module = binding.modules.get(layer, site.module)
-                self.left.put(results[result], Carried(weakref.ref(binding), layer, module, choice_of(site)))
+                came = reached.setdefault(number, set())
+                self.left.put(results[result], Carried(weakref.ref(binding), layer, module, choice_of(site), came))
 
     def _begin(self, binding: Binding, weights: tuple[Any, ...]) -> Placement:
         if not binding.begun:
@@ -196,12 +198,16 @@ class Backend:
 
     def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Compiled:
         arriving = uses(module.graph, self.left.choices) if self.left.choices else ()
-        compiled = self._compile(module, example_inputs, options)
+        compiled = self._compile(module, example_inputs, options, arriving)
         return BehindABreak(compiled, arriving, self.left) if arriving else compiled
 
-    def _compile(self, module: fx.GraphModule, example_inputs: Sequence[Any], options: dict[str, Any]) -> Compiled:
+    def _compile(
+        self, module: fx.GraphModule, example_inputs: Sequence[Any], options: dict[str, Any], arriving: Sequence[Use]
+    ) -> Compiled:
         reason = getattr(module, "compile_subgraph_reason", None)
-        found = match(module.graph, broken=bool(getattr(reason, "graph_break", False)))
+        given = [n for n in module.graph.nodes if n.op == "placeholder"]
+        chosen = [(given[use.argument], use.choice.num_experts) for use in arriving if use.chooses]
+        found = match(module.graph, broken=bool(getattr(reason, "graph_break", False)), arriving=chosen)
         record = GraphRecord(len(self.graphs), found, str(getattr(reason, "reason", "")))
         self.graphs.append(record)
         if self.replays is not None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from r3_pass.inner import Compiled
+from r3_pass.passes.altered import alone
 from r3_pass.passes.behind import Choice, Use, choice_of
 from r3_pass.passes.site import Accepted, Rejected
 
@@ -31,6 +32,7 @@ class Carried:
     Attributes:
         binding: whose step recorded it.
         layer: decoder layer; module: path of its router.
+        reached: which of its columns came to experts so far, in whichever graph; shared by all tensors that hold it.
         how: what made the tensor differ from what was recorded; "" if nothing did.
     """
 
@@ -38,6 +40,7 @@ class Carried:
     layer: int
     module: str
     choice: Choice
+    reached: set[int]
     how: str = ""
 
 
@@ -84,6 +87,8 @@ class BehindABreak:
         for use, carried in arrived:
             for number, how in use.left:
                 self._left.put(results[number], dataclasses.replace(carried, how=carried.how or how))
+            if use.written:
+                self._left.put(args[use.argument], dataclasses.replace(carried, how=carried.how or use.written))
         return results
 
     def _arrived(self, use: Use, args: Sequence[Any]) -> Carried | None:
@@ -107,6 +112,15 @@ def _check(use: Use, carried: Carried, args: Sequence[Any]) -> None:
         )
         if layers and carried.layer not in layers:
             how = f"they choose among the experts of layer {', '.join(map(str, sorted(layers)))}"
-    if how:
-        why = f"the ids of layer {carried.layer} leave its graph by a graph break, and experts behind it get others: {how}"
-        binding.refuse([Rejected(carried.module, why, True, carried.module)])
+    held = set(range(carried.choice.top_k))
+    missing = alone(held, carried.reached)
+    carried.reached.update(use.columns)
+    if missing:
+        binding.withdraw([_refusal(carried, missing)])
+    if how := how or alone(held, carried.reached):
+        binding.refuse([_refusal(carried, how)])
+
+
+def _refusal(carried: Carried, how: str) -> Rejected:
+    why = f"the ids of layer {carried.layer} leave its graph by a graph break, and experts behind it get others: {how}"
+    return Rejected(carried.module, why, True, carried.module)

@@ -292,7 +292,12 @@ class Binding:
     def refuse(self, refusals: Sequence[Rejected]) -> None:
         """Remember routing that ran in this step and cannot be recorded."""
         for refusal in refusals:
-            self.refused[f"{refusal.module or refusal.node}: {refusal.reason}"] = None
+            self.refused[_named(refusal)] = None
+
+    def withdraw(self, refusals: Sequence[Rejected]) -> None:
+        """What was refused in this step turned out to be right, by what ran after it."""
+        for refusal in refusals:
+            self.refused.pop(_named(refusal), None)
 
     def ran(self, placement: Placement, tokens: int, ids: Tensor | None = None) -> None:
         """Count a call of a graph, after it was launched.
@@ -379,6 +384,10 @@ class Binding:
                     "forward of the model, "
                     "or a layer that runs twice in one. A step is exactly one forward: open a session.step for each."
                 )
+
+
+def _named(refusal: Rejected) -> str:
+    return f"{refusal.module or refusal.node}: {refusal.reason}"
 
 
 def find_binding(

@@ -133,14 +133,14 @@ class DataFlow:
         if node.op == "output":
             self.outputs.update(read)
         for target in written(node):
-            bases = list(self._bases(self.resolve(target)))
+            bases = list(self.bases(self.resolve(target)))
             self._writes.setdefault(node, []).append(bases[0])
             if reshapes(node):
                 self._reshaped[bases[0]] = node
             if is_inplace(node) or "out" in node.kwargs or fills(node) is target:
                 self._latest.update(dict.fromkeys(bases, node))
 
-    def _bases(self, node: fx.Node) -> Iterator[fx.Node]:
+    def bases(self, node: fx.Node) -> Iterator[fx.Node]:
         """The node and what it is a view of: an in-place update changes them all."""
         while True:
             yield node
@@ -185,7 +185,7 @@ class DataFlow:
     def reshaped(self, node: fx.Node) -> fx.Node | None:
         """What gives the value, or a view of it, another shape in place: the graph then notes that one from the start."""
         for changed, by in self._reshaped.items():
-            if node in self._bases(changed) or value(node) is value(changed):  # `contiguous()` that does nothing
+            if node in self.bases(changed) or value(node) is value(changed):  # `contiguous()` that does nothing
                 return by
         return None
 
@@ -212,7 +212,7 @@ class DataFlow:
 
     def _read_aside(self, node: fx.Node, writer: fx.Node) -> bool:
         """Whether memory that the value shares is read after it was written, and not as what the writer returns."""
-        told = {n for target in self._writes[writer] for n in self._bases(target)}
+        told = {n for target in self._writes[writer] for n in self.bases(target)}
         if not is_tensor(writer) and writer.target is not operator.setitem:
             told.clear()
         at = self.order[writer]
@@ -229,7 +229,7 @@ class DataFlow:
         Anything integer that is made of it counts: casts that do nothing and views of all kinds do. So does all that is made of a
         view as another type.
         """
-        reached, stack = {node, *self._bases(node)}, [node]
+        reached, stack = {node, *self.bases(node)}, [node]
         while stack:
             top = stack.pop()
             floating = is_tensor(top) and (value(top).dtype.is_floating_point or value(top).dtype.is_complex)
@@ -267,7 +267,7 @@ class DataFlow:
         if wanted in read:
             return wanted
         for candidate in read:
-            if any(wanted in self._bases(self.resolve(target)) for target in written(candidate)):
+            if any(wanted in self.bases(self.resolve(target)) for target in written(candidate)):
                 return candidate
         return wanted
 

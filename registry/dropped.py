@@ -20,6 +20,7 @@ from r3_pass.registry.operators import spelling
 from r3_pass.registry.shapes import dims, value
 from r3_pass.registry.unchanged import Drop
 from r3_pass.registry.weighed import all_weighed
+from r3_pass.registry.writes import written
 from r3_pass.registry.zeroed import Zeroed, aligned
 
 
@@ -58,10 +59,15 @@ def without_weight(
     zeroed.read([n for n in downstream(flow, list(laid)) if n not in worked])
     weights = [n for n, zero in zeroed.known.items() if zero is False and value(n).dtype.is_floating_point]
     after = downstream(flow, [drop.node, *weights])
-    escapes = any(n in flow.outputs and is_ids(n) for n in downstream(flow, [drop.node]))
-    if escapes and not any(n in flow.outputs for n in weights):
+    escapes = any(_leaves(flow, n) and is_ids(n) for n in downstream(flow, [drop.node]))
+    if escapes and not any(_leaves(flow, n) for n in weights):
         return False
     return all_weighed(flow, drop.node, after, dispatch, zeroed, is_ids)
+
+
+def _leaves(flow: DataFlow, node: fx.Node) -> bool:
+    """Whether others get a value after the graph: as its result, or because it was written into an argument."""
+    return node in flow.outputs or any(n.op == "placeholder" for target in written(node) for n in flow.bases(target))
 
 
 def downstream(flow: DataFlow, starts: Sequence[fx.Node], ends: Sequence[fx.Node] = ()) -> set[fx.Node]:

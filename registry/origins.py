@@ -55,8 +55,11 @@ class Origins:
 
     def depends(self, node: fx.Node) -> bool:
         """Whether a value depends on these ids."""
-        behind = walk(node, lambda top: [n for n in self.flow.inputs(top) if self.flow.order.get(n, 0) > self.first])
-        return any(top in self.starts for top in behind)
+
+        def behind(top: fx.Node) -> list[fx.Node]:
+            return [n for n in self.flow.inputs(top) if n in self.starts or self.flow.order.get(n, 0) > self.first]
+
+        return any(top in self.starts for top in walk(node, behind))
 
     def beyond(self, node: fx.Node) -> bool:
         """True if the value depends on the token by another way than the router's scores."""

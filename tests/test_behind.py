@@ -10,8 +10,9 @@ import torch
 from altered_routers import CHANGES, IN_CI, reranked
 from dispatches import DISPATCHES
 from recording import recording, same_rows
-from tiny import D, E, MoE, gate, gathered, permuted, seeded_call, softmax_topk, stack, tap, tokens, weight
+from tiny import Case, D, E, MoE, gate, gathered, permuted, seeded_call, softmax_topk, stack, tap, tokens, weight
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import r3_pass
 
@@ -97,6 +98,66 @@ def test_changed_in_place_behind_a_break() -> None:
     assert REFUSED + "setitem (" in refused(model(2, dispatch))
 
 
+def written_into(moe: Any, ids: Tensor, x: Tensor) -> Tensor:
+    ids[x.sum(-1) > 0] = 0
+    return ids
+
+
+def added_to(moe: Any, ids: Tensor, x: Tensor) -> Tensor:
+    ids.add_((x.sum(-1, keepdim=True) > 0).long()).remainder_(E)
+    return ids
+
+
+def copied_and_written_into(moe: Any, ids: Tensor, x: Tensor) -> Tensor:
+    return written_into(moe, ids.clone(), x)
+
+
+def filled(moe: Any, ids: Tensor, x: Tensor) -> Tensor:
+    ids.masked_fill_((x.sum(-1) > 0)[:, None], 0)
+    return ids
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+@pytest.mark.parametrize("change", [written_into, added_to, copied_and_written_into, filled])
+def test_changed_in_place_between_two_breaks(change: Callable[..., Tensor], inner: str) -> None:
+    """The graph of the experts gets the router's own tensor, or one that was changed after it was made."""
+
+    def dispatch(moe: Any, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        ids = change(moe, ids, x)
+        torch._dynamo.graph_break()
+        return gathered(moe, x, ids, w)
+
+    assert REFUSED in refused(model(2, dispatch), inner)
+
+
+def test_held_by_a_module_between_two_graphs() -> None:
+    def dispatch(moe: Any, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
+        moe.chosen = ({"ids": ids},)
+        torch._dynamo.graph_break()
+        return gathered(moe, x, moe.chosen[0]["ids"].flip(0), w)
+
+    assert REFUSED + "flip (" in refused(model(2, dispatch))
+
+
+class Checkpointed(MoE):
+    """The router in a region of its own, whose results leave the graph."""
+
+    def forward(self, x: Tensor) -> Any:
+        flat = x.reshape(-1, x.shape[-1])
+        routed = checkpoint(lambda given: self.route(self, given), flat, use_reentrant=False)
+        torch._dynamo.graph_break()
+        return self.dispatch(self, flat, *routed).view(x.shape)
+
+
+def test_chosen_in_a_checkpointed_region() -> None:
+    def dispatch(moe: Any, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
+        return gathered(moe, x, ids.flip(0), w)
+
+    torch.manual_seed(0)
+    assert REFUSED + "flip (" in refused(stack(lambda: Checkpointed(softmax_topk, dispatch, gate=gate())).eval())
+
+
 class Swapped(nn.Module):
     """Two layers that route, and then run each the other's choice."""
 
@@ -164,6 +225,56 @@ def test_dispatches_behind_a_break(name: str) -> None:
                 assert name in OTHERWISE_REFUSED and "experts behind it get others" not in str(error), error
                 return
             assert same_rows(rows, expected, DISPATCHES[name].ordered) == ""
+
+
+def one_column_a_graph(moe: Any, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
+    first = gathered(moe, x, ids[:, :1], w[:, :1])
+    torch._dynamo.graph_break()
+    return first + gathered(moe, x, ids[:, 1:], w[:, 1:])
+
+
+def placed(moe: Any, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
+    return gathered(moe, x, moe.placement[ids], w)
+
+
+def replicated(moe: Any, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
+    """Each expert has one or two places, which take turns."""
+    turn = torch.arange(ids.numel()).view_as(ids) % moe.counts[ids]
+    return gathered(moe, x, moe.places[ids].gather(-1, turn[..., None])[..., 0], w)
+
+
+def dropped_in_place(moe: Any, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
+    weak = w < 0.2
+    ids.masked_fill_(weak, 0)
+    w = w.masked_fill(weak, 0.0)
+    torch._dynamo.graph_break()
+    return gathered(moe, x, ids, w)
+
+
+@pytest.mark.parametrize("way", [one_column_a_graph, placed, replicated, dropped_in_place])
+def test_other_ways_to_experts_behind_a_break(way: Callable[..., Tensor]) -> None:
+    def dispatch(moe: Any, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return way(moe, x, ids, w)
+
+    counts = torch.arange(E) % 2 + 1
+    places = torch.stack([torch.arange(E), (torch.arange(E) + counts - 1) % E], -1)
+    made = model(2, dispatch, placement=torch.randperm(E), counts=counts, places=places)
+    case = Case("behind", lambda: made, "captured", "")
+    with torch.no_grad(), recording(made, "eager") as recorder:
+        for args in tokens((2, 6), (2, 6)):
+            _, rows = recorder.rows(T, lambda args=args: recorder.compiled(*args))
+            assert same_rows(rows, case.truth(made, args)) == ""
+
+
+def test_a_column_that_reaches_no_experts() -> None:
+    def dispatch(moe: Any, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        first = gathered(moe, x, ids[:, :1], w[:, :1])
+        torch._dynamo.graph_break()
+        return first + gathered(moe, x, ids[:, 1:2], w[:, 1:2])
+
+    assert REFUSED + "of 3 columns, [0, 1] alone reach experts" in refused(model(3, dispatch))
 
 
 def test_what_is_no_choice_goes_through() -> None:
