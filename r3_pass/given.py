@@ -18,6 +18,7 @@ from torch import Tensor
 from r3_pass import streams
 from r3_pass.errors import InvalidRoutes
 from r3_pass.pinned import pinned
+from r3_pass.routes import refuse_masked
 from r3_pass.summary import Summary, holes, summarise, twice
 
 OnBadRow = Literal["error", "live"]
@@ -251,6 +252,7 @@ def _kernel(device: torch.device) -> Callable[[Tensor], tuple[Tensor, Callable[[
 
 def _integers(routes: Any) -> Tensor:
     """[R, L, K] or [B, S, L, K] of signed integers of up to 32 bits; may be the caller's own memory."""
+    refuse_masked(routes)
     if isinstance(routes, np.ndarray):
         if routes.dtype.kind not in "iu":
             raise InvalidRoutes(f"routes are integers, got {routes.dtype}. Pass expert ids, -1 for the live router.")

@@ -130,7 +130,16 @@ def split(
     return np.concatenate(taken, axis)
 
 
+def refuse_masked(rows: Any) -> None:
+    """Raises: InvalidRoutes for a masked array, whose mask every conversion would drop."""
+    if isinstance(rows, np.ma.MaskedArray):
+        raise InvalidRoutes(
+            "rows are a masked array, and what its mask hides would be replayed. Give rows.filled(-1): -1 is the live router"
+        )
+
+
 def _array(rows: Any) -> Rows:
+    refuse_masked(rows)
     array = rows.detach().cpu().numpy() if hasattr(rows, "detach") else np.asarray(rows)
     if array.dtype.kind != "i":
         raise InvalidRoutes(f"rows are signed integers, so that -1 can stand for the live router; got {array.dtype}")

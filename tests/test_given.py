@@ -177,6 +177,12 @@ def test_tensors_without_a_row_for_each_token(kind: str, make: Callable[[], Tens
         Given(make())
 
 
+def test_masked_routes() -> None:
+    """Its mask is lost in every conversion: what it hides would be replayed."""
+    with pytest.raises(InvalidRoutes, match=r"masked array.*filled\(-1\)"):
+        Given(np.ma.masked_less(good().numpy(), 1))
+
+
 @pytest.mark.parametrize("on_bad_row", ["error", "live"])
 def test_refusals(on_bad_row: str) -> None:
     """With the interpreter, by the kernel as well: the same words, the same rows dropped."""

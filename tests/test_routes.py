@@ -79,6 +79,8 @@ def test_split_goes_by_tokens(count: int, order: str) -> None:
         (lambda: routes.pad([rows(2), None], 4), "sequence 1 has no rows"),
         (lambda: routes.pad([rows(2).astype(np.uint8)], 4), "signed"),
         (lambda: routes.pad([rows(2).astype(np.float32)], 4), "signed"),
+        (lambda: routes.pad([np.ma.masked_equal(rows(2), 1)], 4), r"masked array.*filled\(-1\)"),
+        (lambda: routes.split(np.ma.masked_equal(rows(4), 1), 4, 0, 2), "masked array"),
         (lambda: routes.pack([rows(2)], [0, 4]), "2 rows for 4 tokens"),
         (lambda: routes.pack([rows(4)], [0, 3]), "4 rows for 3 tokens"),
         (lambda: routes.pack([rows(2)], [0, 3, 6]), "does not bound"),
