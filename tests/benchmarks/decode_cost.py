@@ -112,14 +112,8 @@ def main() -> None:
     parser.add_argument("--max-batch-tokens", type=int, default=8192)
     given = parser.parse_args()
     if given.tiny:
-        given.layers, given.requests, given.prompt, given.rounds, given.steps, given.max_batch_tokens = (
-            2,
-            4,
-            12,
-            2,
-            2,
-            16,
-        )
+        given.layers, given.requests, given.prompt = 2, 4, 12
+        given.rounds, given.steps, given.max_batch_tokens = 2, 2, 16
     elif not CUDA:
         raise SystemExit("this benchmark measures a GPU's decodes: it needs a CUDA device, or --tiny")
     bench = Bench(given)
